@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import orjson
 
-from ...fabric.chat.messages import Tool, check_tools
+from ...fabric.chat.choice import FREE, ToolChoice, check_choice
+from ...fabric.chat.messages import Tool
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.limits import LOGPROB_COUNT_MAX, PROMPT_TOKENS_MAX
 from ...fabric.contract.sampling import check_sampling, is_whole, shown
@@ -149,21 +150,42 @@ def take_count(body: Body) -> int:
     return count or 1
 
 
-def take_tools(body: Body) -> list[Tool]:
-    """Take tools in the form of chat completions, unless tool_choice puts them away."""
-    return chosen(check_tools(body.take("tools")), body.take("tool_choice"))
+def take_choice(body: Body, tools: list[Tool]) -> tuple[list[Tool], ToolChoice]:
+    """Take tool_choice and parallel_tool_calls, OpenAI's: the tools that they leave, and how these are to be called.
+
+    Raises:
+        InputError: they are of no form that is known, or ask for a tool that is not offered.
+    """
+    is_single = body.optional("parallel_tool_calls", bool) is False
+    value, name = body.take("tool_choice"), ""
+    if isinstance(value, Mapping):
+        fields = Body(value, "tool_choice")
+        value = fields.take("type")
+        if value == "function":  # chat completions have its name one object deeper than responses
+            inner = Body(fields.take("function"), "tool_choice.function") if fields.has("function") else fields
+            name = inner.required("name", str)
+            inner.close()
+        fields.close()
+    return chosen(tools, value, name, forced=("required", "function"), is_single=is_single)
 
 
-def chosen(tools: list[Tool], choice: Any) -> list[Tool]:
-    """Return the tools that a tool_choice leaves. Raises InputError: it would force the policy."""
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    has_more = isinstance(choice, Mapping) and any(each for name, each in choice.items() if name != "type")
-    if kind not in (None, "auto", "none") or has_more:
+def chosen(
+    tools: list[Tool], kind: Any, name: str, *, forced: tuple[str, ...], is_single: bool
+) -> tuple[list[Tool], ToolChoice]:
+    """Return the tools that a tool_choice of a kind leaves, and how they are to be called.
+
+    forced: a protocol's words for any tool, and for one by its name.
+
+    Raises:
+        InputError: the kind is another one, or the tool is not offered.
+    """
+    if kind not in (None, "auto", "none", *forced) or (kind == forced[1] and not name):
         text = (
-            f"the request: tool_choice is {shown(choice)}, expected auto or none: what is called is the policy's choice"
+            f"the request: tool_choice is {shown(kind)}, expected auto, none, {forced[0]} or a {forced[1]} by its name"
         )
         raise InputError(text, name="tool_choice")
-    return [] if kind == "none" else tools
+    choice = ToolChoice(is_forced=kind in forced, is_single=is_single, name=name)
+    return ([], FREE) if kind == "none" else (tools, check_choice(choice, tools))
 
 
 def guided(form: Any, name: str) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...fabric.chat.messages import check_messages, check_options
+from ...fabric.chat.messages import check_messages, check_options, check_tools
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.sampling import shown
 from ...fabric.ports.sessions import Call, Completion, Token
-from .body import Body, guided, take_count, take_sampling, take_tools, take_top
+from .body import Body, guided, take_choice, take_count, take_sampling, take_top
 from .dialect import Answered, Asked, Dialect, event, parts
 from .problems import openai_shape
 
@@ -33,17 +33,17 @@ def _read_chat(body: Body) -> Asked:
     wants_logprobs, top_count = body.flag("logprobs"), take_top(body, "top_logprobs", sampling)
     if top_count and not wants_logprobs:
         raise InputError("the request: top_logprobs is there without logprobs: true", name="top_logprobs")
-    body.allow("parallel_tool_calls", True, advice="how many tools are called is the policy's choice")
     body.allow("store", advice="nothing is stored")
     body.allow("modalities", ["text"], advice="there is text alone")
     body.allow("functions", advice="send them as tools")
     body.allow("function_call", "auto", "none", advice="send tools and tool_choice")
     body.allow("audio", advice="there is text alone")
     body.allow("reasoning_effort", advice="say it in chat_template_kwargs, where the model's template knows it")
-    tools = take_tools(body)
+    tools, choice = take_choice(body, check_tools(body.take("tools")))
     options = check_options(body.take("chat_template_kwargs"))
-    call = Call(messages=messages, tools=tools, options=options, sampling=sampling, count=take_count(body))
-    return replace(_asked(body, call), wants_logprobs=wants_logprobs, top_count=top_count or 0)
+    call = Call(messages=messages, tools=tools, choice=choice, options=options, sampling=sampling)
+    asked = _asked(body, replace(call, count=take_count(body)))
+    return replace(asked, wants_logprobs=wants_logprobs, top_count=top_count or 0)
 
 
 def _read_text(body: Body) -> Asked:

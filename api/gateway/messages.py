@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from ...fabric.chat.choice import ToolChoice
 from ...fabric.chat.messages import Message, Tool, check_messages, check_options, check_tools, read_object
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.sampling import shown
@@ -44,13 +45,19 @@ def _call(body: Body, sampling: dict[str, Any]) -> Call:
     form.allow("effort", advice="say it in chat_template_kwargs, where the model's template knows it")
     form.close()
     body.allow("thinking", {"type": "disabled"}, advice="say it in chat_template_kwargs, as the model's template does")
-    tools = body.optional("tools", list) or []
-    tools = chosen(
-        check_tools([_tool(each, f"tool {place}") for place, each in enumerate(tools)]), body.take("tool_choice")
-    )
+    offered = [_tool(each, f"tool {place}") for place, each in enumerate(body.optional("tools", list) or [])]
+    tools, choice = _choice(body.optional("tool_choice", dict), check_tools(offered))
     options = check_options(body.take("chat_template_kwargs"))
     body.ignore(*IGNORED)
-    return Call(messages=messages, tools=tools, options=options, sampling=sampling)
+    return Call(messages=messages, tools=tools, choice=choice, options=options, sampling=sampling)
+
+
+def _choice(value: dict[str, Any] | None, tools: list[Tool]) -> tuple[list[Tool], ToolChoice]:
+    fields = Body(value or {}, "tool_choice")
+    kind, is_single = fields.take("type"), fields.flag("disable_parallel_tool_use")
+    name = fields.required("name", str) if kind == "tool" else ""
+    fields.close()
+    return chosen(tools, kind, name, forced=("any", "tool"), is_single=is_single)
 
 
 def _tool(value: Any, where: str) -> Tool:

@@ -13,7 +13,7 @@ from ...fabric.chat.messages import Message, Tool, check_messages, check_options
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.sampling import shown
 from ...fabric.ports.sessions import Call, Completion
-from .body import Body, chosen, guided, take_sampling
+from .body import Body, guided, take_choice, take_sampling
 from .dialect import Answered, Asked, Dialect, event, parts
 from .problems import openai_shape
 
@@ -29,6 +29,7 @@ IGNORED = (
     "stream_options",
 )
 ENCRYPTED = "reasoning.encrypted_content"  # clients ask for it always; there is none
+CHOICES = {False: "auto", True: "required"}
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -43,13 +44,11 @@ def _read(body: Body) -> Asked:
     form.allow("verbosity", "medium", advice="say it in the instructions")
     form.close()
     _read_neutral(body)
-    tools = body.optional("tools", list) or []
-    tools = chosen(
-        check_tools([_tool(each, f"tool {place}") for place, each in enumerate(tools)]), body.take("tool_choice")
-    )
+    offered = [_tool(each, f"tool {place}") for place, each in enumerate(body.optional("tools", list) or [])]
+    tools, choice = take_choice(body, check_tools(offered))
     options = check_options(body.take("chat_template_kwargs"))
     body.ignore(*IGNORED)
-    call = Call(messages=messages, tools=tools, options=options, sampling=sampling)
+    call = Call(messages=messages, tools=tools, choice=choice, options=options, sampling=sampling)
     return Asked(call=call, is_stream=body.flag("stream"))
 
 
@@ -59,7 +58,6 @@ def _read_neutral(body: Body) -> None:
         body.allow(name, advice=stored)
     body.allow("background", advice="wait for the answer")
     body.allow("truncation", "disabled", advice="send a shorter history")
-    body.allow("parallel_tool_calls", True, advice="how many tools are called is the policy's choice")
     body.allow("top_logprobs", advice="ask for logprobs in chat completions")
     body.allow("max_tool_calls", advice="every tool is run by the client, which may count")
     body.allow("include", [], [ENCRYPTED], advice="what there is, is in the answer")
@@ -194,6 +192,7 @@ def _whole(answered: Answered) -> dict[str, Any]:
 
 
 def _begun(answered: Answered) -> dict[str, Any]:
+    choice = answered.asked.call.choice
     return {
         "id": f"resp_{answered.reply.call_id}",
         "object": "response",
@@ -205,10 +204,10 @@ def _begun(answered: Answered) -> dict[str, Any]:
         "incomplete_details": None,
         "instructions": None,
         "metadata": {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": not choice.is_single,
         "previous_response_id": None,
         "store": False,
-        "tool_choice": "auto",
+        "tool_choice": {"type": "function", "name": choice.name} if choice.name else CHOICES[choice.is_forced],
         "tools": [],
         "usage": None,
     }

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 from .messages import NAME_BYTES_MAX, read_object
 
+DECODER = json.JSONDecoder()
+NAME = "{name}"  # stands for a tool's in a head
+
 
 class Call(NamedTuple):
     """A tool call as it was read. arguments: a JSON object as text. id: where the policy wrote one itself."""
@@ -30,12 +33,30 @@ Reader = Callable[[str, Schemas], tuple[str, list[Call]] | None]  # None: some c
 
 
 @dataclass(frozen=True)
+class Writing:
+    """How a family's policy writes calls, for grammars (choice.py): one of befores, calls and separators, after.
+
+    A call is one of the heads, with the tool's name in NAME's place, its arguments as JSON, and the tail. reasoning:
+    the texts around it, where the form has it without tags. is_single: an answer holds at most one call anyway.
+    """
+
+    heads: tuple[str, ...]
+    tail: str
+    befores: tuple[str, ...] = ("",)
+    after: str = ""
+    separator: str = ""
+    reasoning: tuple[str, str] | None = None
+    is_single: bool = False
+
+
+@dataclass(frozen=True)
 class Form:
     """How one family writes. Names stand for tokens where the vocabulary has them.
 
     signs: texts of which a template has at least one. ends: tokens that end an answer, beside the model's own eos.
     opens: texts without which there is no tool call. marks: texts that say nothing themselves, removed once all calls
     could be read. writes: tokens that an answer may hold, and that are left alone in an assistant's own messages.
+    writings: of calls, the first whose sign the template has; without any, no call can be forced, which unforced says.
     """
 
     name: str
@@ -46,6 +67,8 @@ class Form:
     writes: tuple[str, ...] = ()
     read_calls: Reader = lambda text, schemas: (text, [])
     read_whole: Callable[[str], Reading | None] | None = None
+    writings: tuple[tuple[str, Writing], ...] = ()
+    unforced: str = "how it writes calls is not known"
 
 
 def find_form(template_text: str) -> Form:
@@ -58,14 +81,15 @@ def find_think_tags(template_text: str) -> tuple[str, str] | None:
     return next((tags for tags in THINK_TAGS if tags[1] in template_text), None)
 
 
-def split_reasoning(text: str, tags: tuple[str, str], *, is_open: bool) -> tuple[str, str]:
+def split_reasoning(text: str, tags: tuple[str, str], *, is_open: bool, opens: Sequence[str] = ()) -> tuple[str, str]:
     """Split an answer into reasoning and the rest. is_open: the prompt has opened the reasoning already.
 
-    Text before a closing tag is reasoning even without an opening one, which is how templates read it; reasoning that
-    was never closed is all the answer has.
+    Text before a closing tag is reasoning even without an opening one, which is how templates read it, unless a call
+    begins before it (one of `opens`) and may quote the tag; reasoning that was never closed is all the answer has.
     """
     before, closed, after = text.partition(tags[1])
-    if not closed and not is_open and not text.lstrip().startswith(tags[0]):
+    is_begun = is_open or text.lstrip().startswith(tags[0])
+    if not is_begun and (not closed or any(sign in before for sign in opens)):
         return "", text
     return before.lstrip().removeprefix(tags[0]).strip(), after.lstrip()
 
@@ -82,7 +106,7 @@ def read_answer(form: Form, text: str, schemas: Schemas, tags: tuple[str, str] |
     if form.read_whole is not None:
         whole = form.read_whole(text)
         return ("", text, []) if whole is None or not _are_fit(whole[2]) else whole
-    reasoning, rest = split_reasoning(text, tags, is_open=is_open) if tags else ("", text)
+    reasoning, rest = split_reasoning(text, tags, is_open=is_open, opens=form.opens) if tags else ("", text)
     read = form.read_calls(rest, schemas) if any(sign in rest for sign in form.opens) else (rest, [])
     if read is None or not read[1] or not _are_fit(read[1]):
         return reasoning, rest, []
@@ -113,23 +137,39 @@ def _text_of(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
+def _value_end(text: str, start: int) -> int | None:
+    """Find where the JSON value ends that begins at `start`; its texts may quote any mark. None: there is none."""
+    try:
+        return DECODER.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
 def _read_between(
-    text: str, opening: str, closing: str, read: Callable[[str], Call | None]
+    text: str, opening: str, closing: str, read: Callable[[str], Call | None], *, is_json: bool = True
 ) -> tuple[str, list[Call]] | None:
     """Read what stands outside all pairs of marks, and a call inside each; None: one is none, or never closed.
 
-    In time that grows with the text alone, whatever a policy writes: no pattern that could be made to go back.
+    is_json: a call holds a JSON object, which may quote the marks. In time that grows with the text alone, whatever a
+    policy writes: no pattern that could be made to go back, and all ends with the first object that is none.
     """
-    head, *pieces = text.split(opening)
-    left, calls = [head], []
-    for piece in pieces:
-        body, closed, after = piece.partition(closing)
-        call = read(body) if closed else None
+    left, calls, place = [], [], 0
+    while (start := text.find(opening, place)) >= 0:
+        left.append(text[place:start])
+        start += len(opening)
+        end = text.find(closing, start)
+        if is_json:
+            brace = text.find("{", start, max(end, start))
+            value_end = _value_end(text, brace) if brace >= 0 else None
+            if value_end is None:
+                return None
+            end = text.find(closing, value_end)
+        call = read(text[start:end]) if end >= 0 else None
         if call is None:
             return None
         calls.append(call)
-        left.append(after)
-    return "".join(left), calls
+        place = end + len(closing)
+    return "".join([*left, text[place:]]), calls
 
 
 def _read_hermes(text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
@@ -151,7 +191,7 @@ def _read_glm(text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
         is_whole = len(arguments) == len(pairs) and "<" not in name and len(name.split()) == 1
         return Call(name, _text_of(arguments)) if is_whole else None
 
-    return _read_between(text, "<tool_call>", "</tool_call>", read)
+    return _read_between(text, "<tool_call>", "</tool_call>", read, is_json=False)
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -184,26 +224,40 @@ def _read_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
 
 
 MISTRAL_MARK = "[TOOL_CALLS]"
-MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\](.*)", re.DOTALL)
+MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\]\s*(?={)")
+SPACES = re.compile(r"\s*")
 
 
 def _read_mistral(text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
     """Read a JSON list of calls after the mark, or calls as name[ARGS]{…} with a mark before each."""
-    content, *parts = text.split(MISTRAL_MARK)
+    content, mark, _ = text.partition(MISTRAL_MARK)
     calls: list[Call | None] = []
-    for part in parts:
-        named = MISTRAL_NAMED.fullmatch(part)
-        if named is not None:
-            value = read_object(named[3])
-            calls.append(None if value is None else Call(named[1], _text_of(value), named[2]))
-            continue
-        listed = read_object(f'{{"calls": {part}}}')
-        values = listed["calls"] if listed is not None and len(listed) == 1 else None
-        if not isinstance(values, list) or not values:
+    place = len(content)
+    while text.startswith(MISTRAL_MARK, place):
+        place += len(MISTRAL_MARK)
+        named = MISTRAL_NAMED.match(text, place)
+        start = _after_spaces(text, place) if named is None else named.end()
+        end = _value_end(text, start)
+        if end is None:
             return None
-        calls += [_json_call(json.dumps(value), ("arguments",)) for value in values]
+        if named is not None:
+            value = read_object(text[start:end])
+            calls.append(None if value is None else Call(named[1], _text_of(value), named[2]))
+        else:
+            listed = read_object(f'{{"calls": {text[start:end]}}}')
+            values = listed["calls"] if listed is not None else None
+            if not isinstance(values, list) or not values:
+                return None
+            calls += [_json_call(json.dumps(value), ("arguments",)) for value in values]
+        place = _after_spaces(text, end)
     good = [call for call in calls if call is not None]
-    return (content, good) if len(good) == len(calls) else None
+    return (content, good) if mark and len(good) == len(calls) and place == len(text) else None
+
+
+def _after_spaces(text: str, place: int) -> int:
+    found = SPACES.match(text, place)
+    assert found is not None, "it may match nothing"
+    return found.end()
 
 
 DEEPSEEK_OPEN, DEEPSEEK_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -233,19 +287,29 @@ def _read_harmony(text: str) -> Reading | None:
     reasoning: list[str] = []
     content: list[str] = []
     calls: list[Call] = []
-    for piece in text.split(HARMONY_START):
-        header, found, body = piece.partition(HARMONY_MESSAGE)
-        body = body.removesuffix(HARMONY_END)
+    place = 0
+    while place >= 0:
+        start = text.find(HARMONY_MESSAGE, place)
+        header = text[place : max(start, 0)]
         channel, tool = HARMONY_CHANNEL.search(header), HARMONY_TOOL.search(header)
-        if not found or channel is None or HARMONY_END in body or HARMONY_MESSAGE in body:
+        if channel is None or HARMONY_START in header:
             return None
-        if tool is None:
+        start += len(HARMONY_MESSAGE)
+        value_end = start if tool is None else _value_end(text, _after_spaces(text, start))
+        if value_end is None:
+            return None
+        after = text.find(HARMONY_START, value_end)
+        body = text[start : after if after >= 0 else len(text)].removesuffix(HARMONY_END)
+        place = after + len(HARMONY_START) if after >= 0 else -1
+        if tool is not None:
+            value = read_object(body)
+            if value is None:
+                return None
+            calls.append(Call(tool[1], _text_of(value)))
+        elif HARMONY_END in body or HARMONY_MESSAGE in body:
+            return None
+        else:
             (reasoning if channel[1] == "analysis" else content).append(body)
-            continue
-        value = read_object(body)
-        if value is None:
-            return None
-        calls.append(Call(tool[1], _text_of(value)))
     if calls and reasoning:  # templates take only one of both beside a call
         reasoning, content = reasoning + content, []
     return "\n".join(reasoning), "\n".join(content), calls
@@ -266,6 +330,41 @@ def _read_preset(text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
     return head, calls
 
 
+HERMES_WRITING = Writing(
+    heads=('<tool_call>\n{"name": "{name}", "arguments": ',), tail="}\n</tool_call>", separator="\n"
+)
+LLAMA_WRITING = Writing(heads=('{"name": "{name}", "parameters": ',), tail="}", is_single=True)
+MISTRAL_LIST = Writing(
+    heads=('{"name": "{name}", "arguments": ',),
+    tail="}",
+    befores=("[TOOL_CALLS] [", "[TOOL_CALLS]["),
+    after="]",
+    separator=", ",
+)
+MISTRAL_NAMES = Writing(heads=("[TOOL_CALLS]{name}[ARGS]",), tail="")
+DEEPSEEK_BLOCKS = Writing(
+    heads=(f"{DEEPSEEK_OPEN}function<｜tool▁sep｜>{NAME}\n```json\n",),
+    tail=f"\n```{DEEPSEEK_CLOSE}",
+    befores=("<｜tool▁calls▁begin｜>",),
+    after="<｜tool▁calls▁end｜>",
+    separator="\n",
+)
+DEEPSEEK_LINES = Writing(
+    heads=(f"{DEEPSEEK_OPEN}{NAME}<｜tool▁sep｜>",),
+    tail=DEEPSEEK_CLOSE,
+    befores=("<｜tool▁calls▁begin｜>",),
+    after="<｜tool▁calls▁end｜>",
+)
+HARMONY_WRITING = Writing(
+    heads=(
+        f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>",
+        f" to=functions.{NAME}<|channel|>commentary json<|message|>",
+    ),
+    tail="",
+    reasoning=("<|channel|>analysis<|message|>", f"{HARMONY_END}{HARMONY_START}"),
+    is_single=True,
+)
+
 THINK_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 FORMS = (
     Form(
@@ -273,6 +372,7 @@ FORMS = (
         signs=("<|channel|>",),
         ends=("<|return|>", "<|call|>", "<|endoftext|>"),
         read_whole=_read_harmony,
+        writings=(("", HARMONY_WRITING),),
     ),
     Form(
         "deepseek",
@@ -282,6 +382,7 @@ FORMS = (
         marks=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         writes=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", DEEPSEEK_OPEN, "<｜tool▁sep｜>", DEEPSEEK_CLOSE),
         read_calls=_read_deepseek,
+        writings=(("```json", DEEPSEEK_BLOCKS), ("<｜tool▁sep｜>", DEEPSEEK_LINES)),
     ),
     Form(
         "glm",
@@ -290,6 +391,7 @@ FORMS = (
         opens=("<tool_call>",),
         writes=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         read_calls=_read_glm,
+        unforced="it writes arguments without quotes, so that a text may read as a number",
     ),
     Form(
         "mistral",
@@ -297,6 +399,7 @@ FORMS = (
         ends=("</s>",),
         opens=(MISTRAL_MARK,),
         read_calls=_read_mistral,
+        writings=(("[ARGS]", MISTRAL_NAMES), ("", MISTRAL_LIST)),
     ),
     Form(
         "llama",
@@ -304,8 +407,16 @@ FORMS = (
         ends=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
         opens=("{", PYTHON_TAG),
         read_calls=_read_llama,
+        writings=(("", LLAMA_WRITING),),
     ),
-    Form("preset", signs=(PRESET_CALL,), opens=(PRESET_CALL,), writes=(PRESET_CALL,), read_calls=_read_preset),
+    Form(
+        "preset",
+        signs=(PRESET_CALL,),
+        opens=(PRESET_CALL,),
+        writes=(PRESET_CALL,),
+        read_calls=_read_preset,
+        unforced="no engine makes grammars for presets",
+    ),
     Form(
         "hermes",
         signs=("<tool_call>",),
@@ -313,6 +424,7 @@ FORMS = (
         opens=("<tool_call>",),
         writes=("<tool_call>", "</tool_call>"),
         read_calls=_read_hermes,
+        writings=(("", HERMES_WRITING),),
     ),
     Form("gemma", signs=("<start_of_turn>",), ends=("<end_of_turn>", "<eos>")),
     Form("plain"),

@@ -26,6 +26,7 @@ from ..contract.limits import PROMPT_TOKENS_MAX
 from ..contract.records import Int32
 from ..contract.text import one_line
 from .answers import read_text
+from .choice import FREE, Model, ToolChoice, check_choice, tag_of
 from .control import MARK, ControlTokens, without_marks
 from .forms import Reading, find_form, find_think_tags
 from .messages import Message, Tool
@@ -79,6 +80,7 @@ class ChatTemplate:
         self._control = ControlTokens(special | written)
         self._spoken = ControlTokens((special | written) - own)
         self._newline = self._ids_of("\n")
+        self._model = Model(name=self.name, text=self._text, form=self.form, tags=self._tags)
         self._shape_calls: Callable[[Message], Message] = self._find_shape()
         self._silent_roles = frozenset(role for role in ("system", "tool") if self._is_silent(role))
         ends = [self._added[name] for name in self.form.ends if name in self._added]
@@ -169,6 +171,15 @@ class ChatTemplate:
         return read_text(
             without_marks(text), form=self.form, tags=self._tags, prompt=prompt, tools=tools, shipped=shipped
         )
+
+    def tag(self, choice: ToolChoice, tools: Sequence[Tool], *, prompt: str) -> str:
+        """Write the structural tag of answers that call these checked tools as chosen; empty: all answers do.
+
+        Raises:
+            InputError: no grammar for this template can promise it.
+        """
+        chosen = check_choice(choice, tools)
+        return "" if chosen == FREE else tag_of(chosen, tools, self._model, without_marks(prompt))
 
     def _apply(self, messages: list[Message], tools: Any, answer: bool, options: Mapping[str, Any]) -> str:
         try:

@@ -47,7 +47,7 @@ SEED_MAX = (1 << 63) - 1  # a signed 64-bit number, as JSON readers, torch and v
 TOKEN_ID_MAX = (1 << 31) - 1
 TURN_STOP_ID_COUNT_MAX = STOP_ID_COUNT_MAX + END_ID_COUNT_MAX
 SHOWN_MAX = 80  # characters of a value that is refused
-GUIDED = frozenset({"guided_json", "guided_regex"})
+GUIDED = frozenset({"guided_json", "guided_regex", "guided_tag"})
 PENALTIES = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty"})
 CUTS = frozenset({"top_p", "top_k", "min_p"})
 RECORDED = frozenset({"logprobs", "prompt_logprobs", "kept_tokens", "routed_experts"})
@@ -100,6 +100,8 @@ class Sampling:
     """JSON schema, as a dict or as text: the turn's text is JSON that fits it, then the model's end of sequence."""
     guided_regex: str = ""
     """Regular expression that the turn's whole text matches, then the model's end of sequence."""
+    guided_tag: str = ""
+    """Structural tag of xgrammar and vLLM, as a dict or as text: what the turn is, then the model's end of sequence."""
     logprobs: int = 0
     """Records so many of the likeliest tokens beside each token that is made (top_ids, top_logprobs)."""
     prompt_logprobs: int | None = None
@@ -119,7 +121,7 @@ class Sampling:
     @property
     def is_guided(self) -> bool:
         """Whether a grammar decides which tokens may come."""
-        return bool(self.guided_json or self.guided_regex)
+        return bool(self.guided_json or self.guided_regex or self.guided_tag)
 
     @property
     def keeps_some(self) -> bool:
@@ -253,6 +255,7 @@ FIELDS: Mapping[str, Field] = {
     ),
     "guided_json": Field(f"a JSON schema as a dict or as text, of at most {_KIB}", _is_schema, _schema_text),
     "guided_regex": Field(f"a regular expression of at most {_KIB}", _is_regex),
+    "guided_tag": Field(f"a structural tag as a dict or as text, of at most {_KIB}", _is_schema, _schema_text),
     "logprobs": _COUNT,
     "prompt_logprobs": _COUNT,
     "kept_tokens": _FLAG,
@@ -301,8 +304,9 @@ def check_sampling(given: Mapping[str, Any], where: str, *, others: Iterable[str
             check_field(name, value, where)
         is_plain = name not in FIELDS or _is_default(name, value)
         found[name] = value if is_plain else FIELDS[name].plain(value)
-    if all(map(found.get, GUIDED)):
-        raise InputError(f"{where}: guided_json and guided_regex are both given: leave one of them out")
+    given_guides = sorted(name for name in GUIDED if found.get(name))
+    if len(given_guides) > 1:
+        raise InputError(f"{where}: {' and '.join(given_guides[:2])} are both given: leave one of them out")
     return found
 
 

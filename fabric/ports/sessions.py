@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..chat.choice import FREE, ToolChoice
+
 KEY_PREFIX = "rfs-"  # by which scanners for leaked keys know a session's key
 KEY_BYTES = 32  # random ones
 KEY_FORM = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]{43}")  # such bytes as URL-safe base64
@@ -26,16 +28,18 @@ REMOTE = "gateway"  # the environment of runs that are played through a gateway'
 class Call:
     """One request for completions, of whatever protocol.
 
-    messages: OpenAI's form; None: `text` is to be continued, as it stands. tools: likewise in OpenAI's form. options:
-    further variables of the chat template. sampling: fields of Sampling by name, the client's wishes: the run's own
-    settings win. count: how many completions. key: equal in repetitions of one request, or empty. is_repeated: the
-    client says that it has sent this before: it gets the answer that it did not receive, not another one. size_bytes:
-    of the request, whatever fills it: a large one is rendered and tokenised where it stops nobody else.
+    messages: OpenAI's form; None: `text` is to be continued, as it stands. tools: likewise in OpenAI's form. choice: of
+    them. options: further variables of the chat template. sampling: fields of Sampling by name, the client's wishes:
+    the run's own settings win. count: how many completions. key: equal in repetitions of one request, or empty.
+    is_repeated: the client says that it has sent this before: it gets the answer that it did not receive, not another
+    one. size_bytes: of the request, whatever fills it: a large one is rendered and tokenised where it stops nobody
+    else.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
     text: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
+    choice: ToolChoice = FREE
     options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     count: int = 1

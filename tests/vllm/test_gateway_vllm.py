@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -28,6 +29,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(400)]
 BIAS = 5.0  # on the token that ends answers: some end by themselves, so that their conversation goes on in one line
 ENDS = ["<|im_end|>", "<|endoftext|>"]  # a message that the policy ended by the second is not as the template writes it
 CALL = r'<tool_call>\n\{"name": "look", "arguments": \{"place": "[a-z]{3}"\}\}\n</tool_call>'
+
+
+SPOT = {
+    "type": "object",
+    "properties": {"x": {"type": "number", "minimum": -9, "maximum": 9}, "label": {"type": "string", "maxLength": 8}},
+    "required": ["x"],
+}
+AIM_AT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "move": {"enum": ["left", "right"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "spots": {"type": "array", "items": {"$ref": "#/$defs/Spot"}, "maxItems": 2},
+    },
+    "required": ["move", "count"],
+    "$defs": {"Spot": SPOT},
+}
+AIM = {"type": "function", "function": {"name": "aim", "parameters": AIM_AT}}
+STAY = {"type": "function", "function": {"name": "stay", "parameters": {"type": "object", "properties": {}}}}
 
 
 class Stage:
@@ -125,6 +145,38 @@ def test_a_tool_is_called_and_its_result_goes_on_in_the_same_line(stage: Stage) 
     (group,) = stage.fabric.collect(run, 1, 60.0)
     (branch,) = group.rollouts[0].branches()
     assert int(branch.completion_mask.sum()) == int(group.rollouts[0].completion_mask.sum())
+
+
+@pytest.mark.parametrize("choice", ["required", "named", "single"])
+def test_a_forced_call_is_of_an_offered_tool_with_arguments_that_fit(stage: Stage, choice: str) -> None:
+    # Given a policy that draws at random among all that may come
+    run = stage.new_run(f"forced-{choice}", max_tokens=500, temperature=1.0)
+    run.submit([{}], group_size=1)
+    session = stage.gateway.open(f"forced-{choice}")
+    named = {"type": "function", "function": {"name": "aim"}}
+    fields = {"required": {}, "named": {"tool_choice": named}, "single": {"parallel_tool_calls": False}}[choice]
+    counts = set()
+    for seed in range(6):
+        # When a client asks for a call, then it gets one, or several, that its tools take
+        history: list[Any] = [user(f"aim {seed}")]
+        for _ in range(2):
+            wished = {"tool_choice": "required", "seed": seed, **fields}
+            (answer,) = session.say(*history, tools=[AIM, STAY], **wished).choices
+            assert answer.finish_reason == "tool_calls" and answer.message.content is None
+            calls = answer.message.tool_calls
+            for call in calls:
+                tool = next(each["function"] for each in (AIM, STAY) if each["function"]["name"] == call.function.name)
+                jsonschema.validate(json.loads(call.function.arguments), tool["parameters"])
+                assert choice != "named" or call.function.name == "aim"
+            counts.add(len(calls))
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in calls]
+            history += [answer.message, *results]
+    assert counts == {1} if choice != "required" else max(counts) > 1
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        session.say(user("no"), tools=[STAY], tool_choice="required", response_format={"type": "json_object"})
+    session.end(reward=1.0)
+    (group,) = stage.fabric.collect(run, 1, 60.0)
+    assert group.failures == ()
 
 
 def test_agents_written_against_openai_make_exact_rollouts(stage: Stage) -> None:

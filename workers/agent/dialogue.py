@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from ...fabric.chat.choice import ToolChoice
 from ...fabric.chat.conversation import Ask, Conversation
 from ...fabric.chat.messages import Message, check_messages
 from ...fabric.chat.template import ChatTemplate
@@ -28,6 +29,7 @@ class Dialogue:
         """messages: of the first observation. Raises InputError, PayloadTooLarge: they are none."""
         self.rewards: list[float] = []
         self.stop_ids = template.stop_ids
+        self._template = template
         self._conversation = Conversation(template)
         self._tools = tools
         self._messages: list[Message] = []
@@ -74,6 +76,15 @@ class Dialogue:
         digest = self._digest.copy()
         digest.update(self.context().tobytes())
         return str(digest.hexdigest())
+
+    def tag(self, choice: ToolChoice) -> str:
+        """Return the structural tag of the next turn as chosen; empty: it needs none.
+
+        Raises:
+            InputError: no grammar can promise it, or it asks for a tool that is not offered.
+        """
+        ask = self._asked()
+        return self._template.tag(choice, ask.tools, prompt=ask.text)
 
     @property
     def is_brief(self) -> bool:

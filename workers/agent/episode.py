@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ...fabric.chat.choice import FREE, read_choice
 from ...fabric.chat.template import ChatTemplate
 from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.errors import (
@@ -406,8 +407,8 @@ class Episode:
         job = TurnJob(
             turn_id=turn_id(self._claim.job.trajectory_id, self._turn_count),
             agent_id=self._limits.agent_id,
-            sampling=self._sampling(world),
             prompt_ids=await self._context(),
+            sampling=self._chosen(world, self._sampling(world)),
             context_digest=self._transcript.digest(),
         )
         check_prompt(job.turn_id, len(job.prompt_ids))
@@ -535,6 +536,18 @@ class Episode:
         if base.seed is None:
             return base
         return replace(base, seed=turn_seed(base.seed, self._claim.job.trajectory_id, self._turn_count))
+
+    def _chosen(self, world: Environment, sampling: Sampling) -> Sampling:
+        """Have a turn call the tools that the world chooses; its context is known."""
+        choice = read_choice(check_setting(self._name, "tool_choice", world.tool_choice))
+        if choice is None or choice == FREE:
+            return sampling
+        where = "step" if self._turn_count else "reset"
+        if not isinstance(self._transcript, Dialogue) or sampling.is_guided:
+            why = "its turns are guided" if sampling.is_guided else "it says no messages"
+            raise EnvironmentFailed(f"{self._name}: tool_choice forces calls, but {why}: leave it out", reason=where)
+        with self._told(where):
+            return replace(sampling, guided_tag=self._transcript.tag(choice))
 
     def _settings(self, own: TextSampling) -> Sampling:
         """Return the run's settings of sampling, and the world's where the run has none."""

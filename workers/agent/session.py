@@ -18,11 +18,11 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol, overload
 
 import xxhash
 
+from ...fabric.chat.choice import FREE
 from ...fabric.chat.conversation import Answer, Ask, Conversation
 from ...fabric.chat.template import ChatTemplate
 from ...fabric.contract.clock import Clock
@@ -151,7 +151,13 @@ class AgentSession:
         if not 1 <= call.count <= COMPLETION_COUNT_MAX:
             raise InputError(f"n is {call.count}, expected 1 to {COMPLETION_COUNT_MAX}", name="n")
         sampling = self._sampling(call.sampling)
-        ask = await self._ask(call)
+        ask, tag = await self._ask(call)
+        if tag and sampling.is_guided:
+            raise InputError(
+                "the request: tool_choice cannot be kept beside response_format, or where the run guides its turns",
+                name="tool_choice",
+            )
+        sampling = replace(sampling, guided_tag=tag or sampling.guided_tag)
         self._check_open()
         check_prompt(f"of session {self._claim.job.trajectory_id}", len(ask.context_ids))
         digest = _digest(ask, sampling, call.count)
@@ -161,7 +167,8 @@ class AgentSession:
     async def count(self, call: Call) -> int:
         """Count the tokens of a call's prompt; nothing is asked for."""
         self._check_open()
-        return len((await self._ask(call)).context_ids)
+        ask, _ = await self._ask(replace(call, choice=FREE))  # which calls are forced changes no prompt
+        return len(ask.context_ids)
 
     def reward(self, reward: float) -> None:
         """Set the trajectory's reward; the last one counts."""
@@ -272,12 +279,18 @@ class AgentSession:
         stated = {key: each for key, each in wished.items() if not (key in GUIDED and GUIDED & wanted.keys())}
         return sampling_from(check_sampling({**stated, **wanted}, "the request"))
 
-    async def _ask(self, call: Call) -> Ask:
-        """Find where a call goes on. Whatever makes it large (a text, tools, arguments), the loop does not stand."""
-        if call.messages is None:
-            find = partial(self._conversation.ask_text, call.text, self._tokenizer.encode)
-        else:
-            find = partial(self._conversation.ask, list(call.messages), list(call.tools), call.options)
+    async def _ask(self, call: Call) -> tuple[Ask, str]:
+        """Find where a call goes on, and the structural tag of its choice of tools, if it needs one.
+
+        Whatever makes it large (a text, tools, arguments), the loop does not stand.
+        """
+
+        def find() -> tuple[Ask, str]:
+            if call.messages is None:
+                return self._conversation.ask_text(call.text, self._tokenizer.encode), ""
+            ask = self._conversation.ask(list(call.messages), list(call.tools), call.options)
+            return ask, self._chat.tag(call.choice, ask.tools, prompt=ask.text)
+
         if call.size_bytes <= BRIEF:
             return find()
         threads = None if call.size_bytes <= HUGE else self._huge

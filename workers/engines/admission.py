@@ -15,7 +15,7 @@ import numpy as np
 from ...fabric.contract.errors import EngineError, EngineUnsupported
 from ...fabric.contract.limits import KEPT_ID_COUNT_MAX, TURN_SIDES_BYTES_MAX
 from ...fabric.contract.records import Int32
-from ...fabric.contract.sampling import FIELDS, is_field, is_whole, shown
+from ...fabric.contract.sampling import FIELDS, GUIDED, is_field, is_whole, shown
 from .base import GenerationRequest
 from .stops import Pieces, StopMatcher
 
@@ -99,8 +99,9 @@ def _check_sampling(request: GenerationRequest, vocabulary_size: int) -> None:
         beyond = [token for token in getattr(sampling, name) if not _is_of(token, vocabulary_size)]
         if beyond:
             raise _refused(request, name, beyond, f"token ids from 0 to {vocabulary_size - 1}")
-    if sampling.guided_json and sampling.guided_regex:
-        raise _refused(request, "guided_json and guided_regex", sampling.guided_regex, "one of them")
+    guides = sorted(name for name in GUIDED if getattr(sampling, name))
+    if len(guides) > 1:
+        raise _refused(request, " and ".join(guides), getattr(sampling, guides[-1]), "one of them")
 
 
 def _is_of(token: Any, vocabulary_size: int) -> bool:

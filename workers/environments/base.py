@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
+from ...fabric.chat.choice import read_choice
 from ...fabric.contract.errors import EnvironmentFailed, InputError, WireError
 from ...fabric.contract.limits import TURN_COUNT_MAX
 from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, is_whole, sampling_from, shown
@@ -111,6 +112,8 @@ class Environment(ABC):
         recovery: how a trajectory goes on after its agent worker died: "replay" the logged actions on the same seed,
             load a "snapshot", or "restart" as a new attempt.
         sampling: how turns are sampled unless the run says otherwise.
+        tool_choice: which of its tools each turn must call, as chat completions have it: "auto", "required" or
+            {"type": "function", "function": {"name": …}}.
         turn_count_max: turns after which the trajectory is cut off, unless the run says fewer.
         inline: its methods return at once and may run on the agent's event loop: it is trusted as with "none".
         isolation: "process" gives every episode a process to itself, so that a call that hangs or crashes can be ended.
@@ -123,6 +126,7 @@ class Environment(ABC):
     name: str = ""
     recovery: Recovery = "replay"
     sampling: TextSampling = TextSampling()
+    tool_choice: str | Mapping[str, Any] = "auto"
     turn_count_max: int = 64
     inline: bool = False
     isolation: ClassVar[Isolation] = "process"
@@ -155,7 +159,7 @@ class Environment(ABC):
         return
 
 
-SETTINGS = ("recovery", "turn_count_max", "sampling")  # of every world, checked alike wherever it runs
+SETTINGS = ("recovery", "turn_count_max", "sampling", "tool_choice")  # of every world, checked alike wherever it runs
 
 
 def check_settings(where: str, stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,6 +180,9 @@ def check_setting(where: str, name: str, value: Any) -> Any:
     if name == "recovery":
         is_fine = isinstance(value, str) and value in get_args(Recovery)
         expected = f"one of {', '.join(get_args(Recovery))}"
+    elif name == "tool_choice":
+        is_fine = read_choice(value) is not None
+        expected = '"auto", "required" or {"type": "function", "function": {"name": …}}'
     else:
         is_fine = is_whole(value) and 1 <= value <= TURN_COUNT_MAX
         expected = f"a whole number from 1 to {TURN_COUNT_MAX:,}"

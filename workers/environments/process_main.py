@@ -35,7 +35,7 @@ LEFT_COUNT_MAX = 32  # threads and children after a call; code that leaves more 
 TRACEBACK_LENGTH_MAX = 20_000
 SAMPLING = (  # the fields of TextSampling: an interpreter that does not know rollfab runs this file too
     "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty max_tokens stop stop_ids seed "
-    "logit_bias guided_json guided_regex logprobs prompt_logprobs kept_tokens routed_experts ends_at_eos"
+    "logit_bias guided_json guided_regex guided_tag logprobs prompt_logprobs kept_tokens routed_experts ends_at_eos"
 ).split()
 STEP = ("text", "reward", "terminated", "truncated", "info")
 CHAT = ("messages", "tools")
@@ -381,7 +381,7 @@ def limit_memory(limit: Any) -> None:
 
 def settings(owner: Any) -> dict[str, Any]:
     """Read the settings that a class or a world states; None for each that it does not state. The agent checks them."""
-    stated = {name: getattr(owner, name, None) for name in ("recovery", "turn_count_max", "sampling")}
+    stated = {name: getattr(owner, name, None) for name in ("recovery", "turn_count_max", "sampling", "tool_choice")}
     sampling = stated["sampling"]
     if isinstance(sampling, Mapping):
         stated["sampling"] = dict(sampling)

@@ -769,7 +769,7 @@ async def test_a_stop_of_one_token_ends_a_turn_too(engine: Engine) -> None:
     assert made.finish_reason == "stop" and made.completion_ids.tolist() == tokens[: first_end(tokens, letter)]
 
 
-@pytest.mark.parametrize("fields", [{"guided_regex": "a+"}, {"guided_json": "{}"}])
+@pytest.mark.parametrize("fields", [{"guided_regex": "a+"}, {"guided_json": "{}"}, {"guided_tag": "{}"}])
 async def test_what_an_engine_cannot_do_is_refused_with_the_field_the_engine_and_who_can(
     engine: Engine, kind: str, fields: dict[str, str]
 ) -> None:
@@ -830,6 +830,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "guided_regex of a number": {"guided_regex": 7},
     "guided_regex of a million": {"guided_regex": "a" * (1 << 20)},
     "guided by two": {"guided_regex": "a", "guided_json": "{}"},
+    "guided_tag of a list": {"guided_tag": "[]"},
+    "guided by another two": {"guided_tag": "{}", "guided_json": "{}"},
     "prompt of a list": {"prompt_ids": [1, 2, 3]},
     "prompt of fractions": {"prompt_ids": np.array([0.5, np.nan])},
     "prompt of rows": {"prompt_ids": np.ones((2, 3), np.int32)},

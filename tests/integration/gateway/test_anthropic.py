@@ -9,6 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from rollfab.fabric.chat.choice import FREE, ToolChoice
 from rollfab.fabric.contract.errors import BrokerError, EngineError, PayloadTooLarge, QueueFull
 from tests.support.fake_sessions import KEY, FakeSessions, completion, tool_call
 from tests.support.until import until
@@ -147,12 +148,38 @@ async def test_a_client_that_leaves_cancels_its_call(sessions: FakeSessions, cli
     await until(lambda: sessions.session.cancelled_count == 1)
 
 
+async def test_how_tools_are_to_be_used_is_told_to_the_session(
+    sessions: FakeSessions, client: anthropic.AsyncAnthropic
+) -> None:
+    asked: list[dict[str, Any]] = [
+        {"type": "any"},
+        {"type": "any", "disable_parallel_tool_use": True},
+        {"type": "tool", "name": TOOL["name"]},
+        {"type": "auto", "disable_parallel_tool_use": True},
+        {"type": "none"},
+    ]
+    for choice in asked:
+        fields: Any = {"tools": [TOOL], "tool_choice": choice}
+        await client.messages.create(model="m", max_tokens=9, messages=ASK, **fields)
+    assert [each.choice for each in sessions.session.calls] == [
+        ToolChoice(is_forced=True),
+        ToolChoice(is_forced=True, is_single=True),
+        ToolChoice(is_forced=True, name=TOOL["name"]),
+        ToolChoice(is_single=True),
+        FREE,
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),  # and no tools
+        ({"tool_choice": {"type": "tool", "name": "run"}, "tools": [TOOL]}, "run"),
+        ({"tool_choice": {"type": "required"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "any", "name": "look"}, "tools": [TOOL]}, "name"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": ""}, "tools": [TOOL]}, "tool_choice"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "type"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import pytest
 from pydantic import BaseModel
 
+from rollfab.fabric.chat.choice import FREE, ToolChoice
 from rollfab.fabric.contract.errors import (
     BrokerError,
     ClaimLost,
@@ -131,6 +133,31 @@ async def test_tools_are_called_and_their_results_come_back(sessions: FakeSessio
     assert not sessions.session.calls[1].tools
 
 
+async def test_how_tools_are_to_be_called_is_told_to_the_session(
+    sessions: FakeSessions, client: openai.AsyncOpenAI
+) -> None:
+    named = {"type": "function", "function": {"name": "look"}}
+    asked: list[dict[str, Any]] = [
+        {"tool_choice": "required"},
+        {"tool_choice": named, "parallel_tool_calls": True},
+        {"tool_choice": {"type": "auto"}, "parallel_tool_calls": False},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": "none", "parallel_tool_calls": False},
+    ]
+    for fields in asked:
+        await client.chat.completions.create(model="m", messages=ASK, tools=TOOLS, extra_body=fields)
+    await client.chat.completions.create(model="m", messages=ASK, parallel_tool_calls=False)  # nothing to call
+    assert [each.choice for each in sessions.session.calls] == [
+        ToolChoice(is_forced=True),
+        ToolChoice(is_forced=True, name="look"),
+        ToolChoice(is_single=True),
+        ToolChoice(is_forced=True, is_single=True),
+        FREE,
+        FREE,
+    ]
+    assert [bool(each.tools) for each in sessions.session.calls] == [True] * 4 + [False] * 2
+
+
 async def test_a_stream_says_what_the_whole_says(sessions: FakeSessions, client: openai.AsyncOpenAI) -> None:
     # Given an answer of many words with reasoning, and one that calls two tools
     text = " It is said: one,\n two – three … and so on, and on, and on.\n"
@@ -243,12 +270,19 @@ async def test_a_client_that_leaves_cancels_its_call(
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"top_logprobs": True, "logprobs": True}, "top_logprobs"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),  # and no tools
+        ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "run"}}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {}}, "tools": TOOLS}, "name"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}, "tools": TOOLS}, "allowed_tools"),
+        ({"tool_choice": {"type": "custom"}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "function", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": ""}}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": ["required"]}, "tools": TOOLS}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": "no", "tools": TOOLS}, "parallel_tool_calls"),
         ({"store": True}, "store"),
         ({"prediction": {"type": "content"}}, "prediction"),
         ({"web_search_options": {"a": 1}}, "web_search_options"),

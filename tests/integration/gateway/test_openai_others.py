@@ -9,6 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from rollfab.fabric.chat.choice import FREE, ToolChoice
 from tests.support.fake_sessions import KEY, FakeSessions, completion, tool_call
 
 TOOL = {
@@ -184,6 +185,20 @@ async def test_a_schema_guides_a_response(sessions: FakeSessions, client: openai
     assert '"at"' in sessions.session.calls[0].sampling["guided_json"]
 
 
+async def test_responses_tell_how_tools_are_to_be_called(sessions: FakeSessions, client: openai.AsyncOpenAI) -> None:
+    named = {"type": "function", "name": TOOL["name"]}
+    told = []
+    for fields in ({"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": named}, {}):
+        answer = await client.responses.create(model="m", input="?", tools=[TOOL], extra_body=fields)
+        told.append((answer.to_dict()["tool_choice"], answer.parallel_tool_calls))
+    assert told == [("required", False), (named, True), ("auto", True)]
+    assert [each.choice for each in sessions.session.calls] == [
+        ToolChoice(is_forced=True, is_single=True),
+        ToolChoice(is_forced=True, name=TOOL["name"]),
+        FREE,
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
@@ -192,7 +207,9 @@ async def test_a_schema_guides_a_response(sessions: FakeSessions, client: openai
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),  # and no tools
+        ({"tool_choice": {"type": "function", "name": "run"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "high"}}, "effort"),
         ({"include": ["file_search_call.results"]}, "include"),

@@ -75,8 +75,9 @@ class AnswersInside(Environment):
     inline = True
     turn_count_max = 2
 
-    def __init__(self, reset: str = "well", step: str = "well") -> None:
+    def __init__(self, reset: str = "well", step: str = "well", tool_choice: Any = None) -> None:
         self._reset, self._step = reset, step
+        self.tool_choice = tool_choice
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
         observation: Observation = OBSERVATIONS[self._reset]()

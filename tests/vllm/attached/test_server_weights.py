@@ -10,6 +10,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
 from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.contract.sampling import GUIDED
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Engine, Generation, GenerationRequest
 from rollfab.workers.engines.vllm.attached.backend import ServerDoor
@@ -135,8 +136,7 @@ async def test_what_is_asked_for_of_the_distribution_reaches_the_server(
 ) -> None:
     await bring(door, writes_of(models[1], 1), 1)
     untold = {"prompt_logprobs", "kept_tokens", "routed_experts"}
-    cannot = {"presence_penalty", "frequency_penalty", "guided_json", "guided_regex"} | untold
-    assert door.abilities.cannot.keys() == cannot
+    assert door.abilities.cannot.keys() == {"presence_penalty", "frequency_penalty"} | GUIDED | untold
     plain = await tell(door, "plain")
     for cut in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         ids, logprobs, _ = await tell(door, f"{cut}", temperature=1.5, **cut)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import ConfigError, EngineError, EngineUnsupported, WeightError
+from ....fabric.contract.sampling import GUIDED
 from ....fabric.format.layout import Layout
 from ....fabric.model.presets import dtype_of, is_preset
 from ....fabric.versions.commit import Staged, check_writes
@@ -47,10 +48,7 @@ if TYPE_CHECKING:
 
 UNGUIDED = "it has no grammars. Engines that have: vllm, for a model with a tokenizer"
 NO_EXPERTS = "its model has none"
-CANNOT = {
-    "guided_json": UNGUIDED,
-    "guided_regex": UNGUIDED,
-}
+CANNOT = dict.fromkeys(GUIDED, UNGUIDED)
 FLASH_DTYPES = ("bfloat16", "float16")  # all that those kernels take; the library does not look before it switches
 
 

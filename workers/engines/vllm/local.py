@@ -249,7 +249,11 @@ class LocalDoor:
         sampling = ask.sampling
         guided = None
         if sampling.is_guided:
-            guided = StructuredOutputsParams(json=sampling.guided_json or None, regex=sampling.guided_regex or None)
+            guided = StructuredOutputsParams(
+                json=sampling.guided_json or None,
+                regex=sampling.guided_regex or None,
+                structural_tag=sampling.guided_tag or None,
+            )
         return SamplingParams(
             **{name: getattr(sampling, name) for name in SAME},
             max_tokens=ask.token_count_max,

@@ -58,11 +58,11 @@ def with_row(row: Any) -> bytes:
 
 def test_every_field_of_the_record_is_in_the_table() -> None:
     assert [each.name for each in fields(Sampling)] == list(FIELDS)
-    assert EVERY.keys() | {"guided_regex"} == FIELDS.keys()
+    assert EVERY.keys() | {"guided_regex", "guided_tag"} == FIELDS.keys()
 
 
 def test_what_is_asked_for_arrives_and_defaults_take_no_bytes() -> None:
-    for given in ({}, EVERY, {"guided_regex": "[0-9]+"}):
+    for given in ({}, EVERY, {"guided_regex": "[0-9]+"}, {"guided_tag": {"type": "structural_tag"}}):
         sampling = sampling_from(check_sampling(given, "run 'r': sampling"))
         assert TurnJob.decode(job(sampling).encode()).sampling == sampling
         assert sent(job(sampling)).keys() == given.keys()
@@ -108,6 +108,7 @@ BAD: dict[str, list[Any]] = {
     ],
     "guided_json": ["{", "[]", "7", [], {"a": float("nan")}, {"a": object()}, "[" * (1 << 20), {"a": "x" * (1 << 16)}],
     "guided_regex": [7, "x" * (1 << 17), "\ud800"],
+    "guided_tag": ["{", "[]", 7, "[" * (1 << 20), {"a": "x" * (1 << 16)}],
     "logprobs": [-1, 21, 1.5, True, "5"],
     "prompt_logprobs": [-1, 21, 0.5, False],
     "kept_tokens": [1, "yes"],
@@ -142,6 +143,7 @@ BAD_ROWS: dict[str, list[Any]] = {
     "logit_bias": [[1], {"1": 101}, {"-1": 1}, {"a": 1}, {"1": "x"}, {str(key): 1 for key in range(1025)}, None],
     "guided_json": ["{", "[]", 7, "[" * (1 << 20)],
     "guided_regex": [7, "x" * (1 << 17), ["a"]],
+    "guided_tag": ["{", "[]", 7],
     "top_q": [1],
 }
 
@@ -160,6 +162,8 @@ def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
         check_sampling({"stop_texts": ["a"]}, "s")
     with pytest.raises(InputError, match="guided_json and guided_regex are both given"):
         check_sampling({"guided_json": {}, "guided_regex": "a"}, "s")
+    with pytest.raises(InputError, match="guided_regex and guided_tag are both given"):
+        check_sampling({"guided_tag": {}, "guided_regex": "a"}, "s")
     for name in (7, "x" * (1 << 20), None):
         with pytest.raises(InputError) as caught:
             check_sampling({name: 1}, "s")  # type: ignore[dict-item]

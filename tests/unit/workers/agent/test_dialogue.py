@@ -51,6 +51,7 @@ class Broker:
         self.tokenizer = Tiny(family)
         self.seen: list[tuple[list[int], list[int]]] = []  # what the engine saw and made, by turn
         self.settled: list[TurnResult] = []
+        self.tags: list[str] = []  # the grammars that turns were asked for with
         self.snapshot: bytes | None = None
 
     def says(self, turn: int) -> list[int]:
@@ -72,6 +73,7 @@ class Broker:
         turn = int(job.turn_id.rsplit(".", 1)[1])
         job = TurnJob.decode(job.encode())
         assert self.says(turn)[-1] in job.sampling.stop_ids
+        self.tags.append(job.sampling.guided_tag)
         if turn == len(self.settled):
             ids = self.says(turn)
             self.seen.append((job.prompt_ids.tolist(), ids))
@@ -313,6 +315,31 @@ def test_what_a_world_may_say_is_the_same_wherever_it_runs(
 def test_what_is_no_message_fails_the_attempt_by_name(broken: str, says: str) -> None:
     with pytest.raises(EnvironmentFailed, match=f"environment 'replay'.*{says}"):
         play(Broker("qwen2.5"), broken=broken)
+
+
+@pytest.mark.parametrize("kind", TWINS)
+def test_a_world_forces_calls_of_its_tools(kind: str) -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice in ("auto", "required", named):
+        broker = Broker("qwen2.5")
+        check_exact(broker, play(broker, kind, tool_choice=choice))
+        assert len(broker.tags) == 2 and len(set(broker.tags)) == 1
+        head = '<tool_call>\\n{\\"name\\": \\"add\\", \\"arguments\\": '
+        assert (head in broker.tags[0], '"star"' in broker.tags[0]) == (choice != "auto", choice == "required")
+
+
+@pytest.mark.parametrize(
+    ("choice", "sampling", "says"),
+    [
+        ("none", {}, 'tool_choice is \'none\', expected "auto", "required" or'),
+        ({"type": "function"}, {}, "tool_choice is .*, expected"),
+        ({"type": "function", "function": {"name": "sum"}}, {}, "reset: tool_choice names 'sum'"),
+        ("required", {"guided_regex": "a"}, "tool_choice forces calls, but its turns are guided"),
+    ],
+)
+def test_a_choice_that_cannot_be_kept_fails_the_attempt_by_name(choice: Any, sampling: Any, says: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=f"environment 'inside'.*{says}"):
+        play(Broker("qwen2.5"), "inside", tool_choice=choice, sampling=sampling)
 
 
 def test_a_model_without_a_chat_template_is_named(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollfab.fabric.chat.choice import FREE, ToolChoice
 from rollfab.fabric.chat.conversation import Ask, Conversation
 from rollfab.fabric.chat.template import ChatTemplate
 from rollfab.fabric.contract.clock import SystemClock
@@ -312,6 +313,11 @@ async def test_a_lost_claim_ends_the_session_and_its_key() -> None:
         (Call(messages=[user("x")], count=129), InputError, "n is 129"),
         (Call(messages=[user("x")], sampling={"temperature": -1}), InputError, "temperature"),
         (Call(messages=[user("x")], sampling={"temprature": 1}), InputError, "temprature"),
+        (
+            Call(messages=[user("x")], tools=[LOOK], choice=ToolChoice(is_forced=True)),
+            InputError,
+            "tool_choice: .*preset",
+        ),
         (Call(messages=[user("x"), {"role": "assistant", "content": "y"}]), InputError, "the assistant's"),
         (Call(text=""), InputError, "prompt"),
     ],
@@ -326,6 +332,36 @@ async def test_what_cannot_be_asked_for_is_refused_and_costs_nothing(
         with pytest.raises(error, match=told):
             await session.ask(call)
         assert content(await session.ask(Call(messages=[user("hi")]))) == ["hi/0"]
+
+
+async def test_how_tools_are_to_be_called_is_part_of_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a template that has a grammar for each choice
+    def tag(self: ChatTemplate, choice: ToolChoice, tools: Any, *, prompt: str) -> str:
+        return "" if choice == FREE else json.dumps({"asked": [choice.name, len(tools)]})
+
+    monkeypatch.setattr(ChatTemplate, "tag", tag)
+    free = Call(messages=[user("hi")], tools=[LOOK], is_repeated=True)
+    named = dataclasses.replace(free, choice=ToolChoice(is_forced=True, name="look"))
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        # When the same messages are asked with and without a choice, then only the same choice is a repetition
+        replies = [await session.ask(each) for each in (free, named, free, named)]
+        assert [text[-1:] for each in replies for text in content(each)] == ["0", "1", "0", "1"]
+        assert [job.sampling.guided_tag for job in gateway.jobs] == ["", '{"asked": ["look", 1]}']
+        # And an answer cannot be two things
+        with pytest.raises(InputError, match="tool_choice cannot be kept beside response_format"):
+            await session.ask(dataclasses.replace(named, sampling={"guided_json": {"type": "object"}}))
+
+
+async def test_a_choice_is_refused_where_the_run_guides_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatTemplate, "tag", lambda self, choice, tools, *, prompt: "{}")
+    gateway = Gateway(sampling={"guided_regex": "a+"})
+    await gateway.begin()
+    async with gateway.up() as desk:
+        with pytest.raises(InputError, match="where the run guides"):
+            await (await opened(desk)).session.ask(Call(messages=[user("hi")]))
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -282,6 +282,7 @@ def test_a_plain_class_may_state_its_sampling_in_plain_values() -> None:
         ("sampling", {"temprature": 1}, "sampling has no 'temprature'"),
         ("turn_count_max", 0, "turn_count_max is 0, expected a whole number from 1"),
         ("recovery", "magic", "recovery is 'magic', expected one of"),
+        ("tool_choice", "look", 'tool_choice is \'look\', expected "auto", "required" or'),
     ],
 )
 def test_a_plain_class_inside_the_agent_may_not_state_the_impossible(
