@@ -303,11 +303,7 @@ class AgentSession:
             )
         known = min(call.count, len(self._earlier[_digest(ask, sampling)]))
         if self._turn_count + call.count - known > self._run.turn_count_max:
-            raise QueueFull(
-                f"the session has asked for {self._turn_count} completions, and may ask for {self._run.turn_count_max} "
-                "in all: end it, or create the run with a larger turn_count_max",
-                is_final=True,
-            )
+            raise all_asked_for(self._run.turn_count_max)
         given = _Given(digest, call.key)
         chosen = [self._earlier_turn(ask, sampling) or self._new_turn(given, ask, sampling) for _ in range(call.count)]
         given.task = asyncio.create_task(self._reply(given, ask, chosen))
@@ -398,6 +394,7 @@ class AgentSession:
         Raises:
             EngineUnsupported, EngineError: no worker could make it, or one failed.
             ClaimLost: the session is over.
+            QueueFull: earlier lives asked for more turns than are known here, and none is left.
         """
         if isinstance(turn, TurnResult):
             return turn
@@ -421,6 +418,15 @@ class AgentSession:
         if result.finish_reason == "error":
             raise EngineError(f"the engine failed: {result.error}")
         return result
+
+
+def all_asked_for(turn_count_max: int) -> QueueFull:
+    """Make the error of a call for which a trajectory has no turn left."""
+    return QueueFull(
+        f"the session may ask for {turn_count_max} completions in all, and too few of them are left: end it, or create "
+        "the run with a larger turn_count_max",
+        is_final=True,
+    )
 
 
 def _has_failed_unseen(task: asyncio.Task[Reply]) -> None:

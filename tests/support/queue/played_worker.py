@@ -267,7 +267,7 @@ class Stage:
             name = turn_id(claim.job.trajectory_id, 0)
             job = TurnJob(turn_id=name, agent_id="a", sampling=sampling or Sampling(), prompt_ids=PROMPT_IDS)
             pushes.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
-        assert await self.turns.push("a", pushes) == []
+        assert not any(await self.turns.push("a", pushes))
         return [push.job.turn_id for push in pushes]
 
     async def lease(self, epoch: int, slot_count: int, duration_ms: int | None = None) -> Lease:

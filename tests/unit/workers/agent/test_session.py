@@ -451,6 +451,29 @@ async def test_turns_are_bounded_and_so_are_calls_at_once(monkeypatch: pytest.Mo
         assert content(await session.ask(Call(messages=[user("c")]))) == ["c/2"]
 
 
+async def test_turns_that_an_earlier_life_asked_for_count_though_nobody_knew_of_them() -> None:
+    # Given a gateway that was lost with two of three turns under way
+    gateway = Gateway(turn_count_max=3)
+    await gateway.begin()
+    gateway.policy = None
+    async with gateway.up("a1") as desk:
+        session = (await opened(desk)).session
+        asking = [asyncio.create_task(session.ask(Call(messages=[user(text)]))) for text in "ab"]
+        await until(lambda: len(gateway.jobs) == 2)
+    await asyncio.gather(*asking, return_exceptions=True)
+    gateway.policy = echo
+    async with gateway.up("a2") as desk:
+        # When the session goes on elsewhere, with other calls
+        session = (await opened(desk)).session
+        assert content(await session.ask(Call(messages=[user("c")]))) == ["c/2"]
+        with pytest.raises(QueueFull, match="may ask for 3 completions in all") as over:
+            await session.ask(Call(messages=[user("d")]))
+        # Then the run's limit holds, and what was made is there
+        assert over.value.facts["is_final"] is True
+        assert content(await session.ask(Call(messages=[user("b")]))) == ["b/1"]
+    assert len(gateway.jobs) == 3
+
+
 async def test_an_engine_that_refuses_or_fails_is_told_of_and_may_be_asked_again() -> None:
     gateway = Gateway()
     await gateway.begin()
