@@ -14,8 +14,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,6 +51,7 @@ CALL_COUNT_MAX = 64  # at once, of one session; more wait for nothing but memory
 COMPLETION_COUNT_MAX = 128  # of one call, OpenAI's bound
 RETURN_S = 10.0  # the openai client repeats a call that broke off within 8 s
 HUGE = MIB  # bytes of a request: more waits for the one thread that all sessions of the process have for it
+REFUSAL_LENGTH_MAX = 500
 IDLE_S_MAX = 600.0  # without a call: an agent that runs a test suite in between takes minutes
 
 
@@ -71,6 +73,7 @@ class _Given:
     turns: list[TurnJob] = field(default_factory=list)
     task: asyncio.Task[Reply] | None = None
     taker_count: int = 0
+    giving_up: asyncio.TimerHandle | None = None
     is_received: bool = False
     is_given_up: bool = False
 
@@ -119,10 +122,12 @@ class AgentSession:
             self._earlier[result.context_digest].append(result)
         self._turn_count = len(claim.turns)  # asked for, in all lives
         self._answer_count = 0
+        self._refusal = ""
         self._reward: float | None = None
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._used_s = asyncio.get_running_loop().time()
+        self._waiting_count = 0  # clients that wait for an answer
 
     # ---- the client's side
 
@@ -147,6 +152,10 @@ class AgentSession:
     async def ask(self, call: Call) -> Reply:
         """Return completions; see ports/sessions.py."""
         self._check_open()
+        with self._used():
+            return await self._asked(call)
+
+    async def _asked(self, call: Call) -> Reply:
         if not 1 <= call.count <= COMPLETION_COUNT_MAX:
             raise InputError(f"n is {call.count}, expected 1 to {COMPLETION_COUNT_MAX}", name="n")
         sampling = self._sampling(call.sampling)
@@ -160,7 +169,12 @@ class AgentSession:
     async def count(self, call: Call) -> int:
         """Count the tokens of a call's prompt; nothing is asked for."""
         self._check_open()
-        return len((await self._ask(call)).context_ids)
+        with self._used():
+            return len((await self._ask(call)).context_ids)
+
+    def note_refusal(self, told: str) -> None:
+        """Take note of what the client was told in place of its last answer."""
+        self._refusal = told[:REFUSAL_LENGTH_MAX]
 
     def reward(self, reward: float) -> None:
         """Set the trajectory's reward; the last one counts."""
@@ -172,7 +186,7 @@ class AgentSession:
         self._check_open()
         check_size("info", dump_json(dict(info or {})), INFO_BYTES_MAX, next_step="say less in it")
         if error is None and not self._answer_count:
-            raise InputError("the session made no call to the model: there is nothing to learn from")
+            raise InputError(f"the session would end {self._unanswered}: there is nothing to learn from")
         if error is None and self._reward is None and self._run.reward is None:
             raise InputError(
                 f"the session has no reward, and run {self._run.run_id} has no reward function: give one, or say the "
@@ -194,7 +208,7 @@ class AgentSession:
         loop = asyncio.get_running_loop()
         while not self._ending.done():
             left_s = self._used_s + self._idle_s_max - loop.time()
-            if self._is_asked:
+            if self._waiting_count:
                 left_s = self._idle_s_max
             elif left_s <= 0:
                 raise EnvironmentFailed(
@@ -211,7 +225,7 @@ class AgentSession:
             EnvironmentFailed: there was no call, or there is no reward though one is needed.
         """
         if not self._answer_count:
-            raise EnvironmentFailed("it ended without a call to the model", reason="play")
+            raise EnvironmentFailed(f"it ended {self._unanswered}", reason="play")
         if self._reward is None and self._run.reward is None:
             raise EnvironmentFailed(
                 f"it ended without a reward, and run {self._run.run_id} has no reward function: return a number, or "
@@ -253,9 +267,20 @@ class AgentSession:
     # ---- one call
 
     @property
-    def _is_asked(self) -> bool:
-        """Whether a client waits for an answer."""
-        return any(given.taker_count and not given.reply.done() for each in self._given.values() for given in each)
+    def _unanswered(self) -> str:
+        """Say how it stands where no call was answered."""
+        why = f"without an answer of the model: its last call was refused with {self._refusal}"
+        return why if self._refusal else "without a call to the model"
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        """Count a client that waits: a session that was quiet for long is not over while its next call is rendered."""
+        self._waiting_count += 1
+        try:
+            yield
+        finally:
+            self._waiting_count -= 1
+            self._used_s = asyncio.get_running_loop().time()
 
     def _check_open(self) -> None:
         if self._ending.done():
@@ -323,9 +348,10 @@ class AgentSession:
             raise
         finally:
             given.taker_count -= 1
-            self._used_s = loop.time()
+            if given.giving_up is not None:
+                given.giving_up.cancel()  # its time counts from whoever left last
             if not given.taker_count and not given.reply.done():
-                loop.call_later(RETURN_S, self._give_up, given)
+                given.giving_up = loop.call_later(RETURN_S, self._give_up, given)
         given.is_received = True
         return reply
 
