@@ -326,8 +326,8 @@ class AgentSession:
             raise QueueFull(
                 f"the session has {running} calls under way, the limit: wait for one of them", is_final=False
             )
-        known = min(call.count, len(self._earlier[_digest(ask, sampling)]))
-        if self._turn_count + call.count - known > self._run.turn_count_max:
+        new_count = max(0, call.count - len(self._earlier[_digest(ask, sampling)]))
+        if new_count and self._turn_count + new_count > self._run.turn_count_max:
             raise all_asked_for(self._run.turn_count_max)
         given = _Given(digest, call.key)
         chosen = [self._earlier_turn(ask, sampling) or self._new_turn(given, ask, sampling) for _ in range(call.count)]
