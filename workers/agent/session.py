@@ -182,7 +182,17 @@ class AgentSession:
         self._used_s = asyncio.get_running_loop().time()
 
     async def end(self, *, info: Mapping[str, Any] | None = None, error: str | None = None) -> None:
-        """End the session, and wait until its rollout is recorded, or its attempt has failed as it says."""
+        """End the session, and wait until its rollout is recorded, or its attempt has failed as it says.
+
+        A client that repeats it, as its first request broke off, waits for the same.
+        """
+        if not self._ending.done() or self._ending.cancelled():
+            self._set_ending(info, error)
+        is_void = self._ending.result().error is not None
+        if not await asyncio.shield(self._recorded) and not is_void:
+            raise self._over()
+
+    def _set_ending(self, info: Mapping[str, Any] | None, error: str | None) -> None:
         self._check_open()
         check_size("info", dump_json(dict(info or {})), INFO_BYTES_MAX, next_step="say less in it")
         if error is None and not self._answer_count:
@@ -194,8 +204,6 @@ class AgentSession:
                 name="reward",
             )
         self._ending.set_result(Ending(info=dict(info or {}), error=error))
-        if not await asyncio.shield(self._recorded) and error is None:
-            raise self._over()
 
     # ---- the owner's side
 

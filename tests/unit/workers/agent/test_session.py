@@ -546,6 +546,17 @@ async def test_who_lost_the_answer_to_its_end_may_ask_again_how_it_ended(monkeyp
         assert await desk.find_recorded(lost.key) is not None and await desk.find_recorded(good.key) is None
 
 
+async def test_an_end_that_is_repeated_while_it_is_recorded_is_one_end() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        await session.ask(Call(messages=[user("hi")]))
+        session.reward(1)
+        await asyncio.gather(session.end(), session.end())
+        assert len((await gateway.group()).rollouts) == 1
+
+
 async def test_an_end_that_was_not_recorded_is_not_said_to_be() -> None:
     gateway = Gateway()
     await gateway.begin()
