@@ -111,7 +111,8 @@ class AsyncFabric:
                 return self._open(existing)
             config = replace(existing, **settings)
         else:
-            await self._check_offered("environment", environment)
+            if existing is None:  # a trainer comes back to its run before the workers do
+                await self._check_offered("environment", environment)
             settings |= await self._model(model)
             config = RunConfig(run_id=run_id, environment=environment, **settings)
         config = check_run(config)

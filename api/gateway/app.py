@@ -104,7 +104,7 @@ def _model_routes(door: Door) -> APIRouter:
 
 def _complete(door: Door, dialect: Dialect) -> Handler:
     async def complete(request: Request) -> Response:
-        session = door.session_of(request, may_be_key=True)
+        session = request.state.session = door.session_of(request, may_be_key=True)
         with door.room():
             sent = await request.body()
             body = Body(read_json(sent))
@@ -179,7 +179,10 @@ def _add(routes: APIRouter, method: str, path: str, handler: Handler, shape: Sha
         try:
             return await handler(request)
         except Exception as error:  # noqa: BLE001  the top of a request: its text would go to the log, with prompts
-            return problem_answer(problem_of(error, path), shape)
+            problem = problem_of(error, path)
+            if (session := getattr(request.state, "session", None)) is not None:
+                session.note_refusal(f"{problem.status} {problem.code}: {problem.message}")
+            return problem_answer(problem, shape)
 
     routes.add_route(path, told, methods=[method])
 

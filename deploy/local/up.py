@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ...api.access.keys import hash_key, new_key
 from ...fabric.broker.clients.url import is_local, mask_url
@@ -38,6 +40,9 @@ from ..cli.speech import say
 from ..cli.status import with_ports
 from .broker_watch import BrokerWatch
 from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
+
+if TYPE_CHECKING:
+    from ...workers.environments.registry import Registry
 
 LOOK_S = 0.1
 FIRST_NEWS_S, NEWS_S = 3.0, 10.0  # while roles start
@@ -122,11 +127,14 @@ def run_up(options: UpOptions) -> int:
         BrokerError: the broker that was given cannot be used; nothing was started.
     """
     from ...workers.environments.confinement import hide, make_confinement
+    from ...workers.environments.pool import PoolConfig
     from ...workers.environments.registry import Registry
 
     hide()
-    Registry(options.environments, options.rewards)  # else every agent would refuse them, again and again
-    make_confinement(options.passed, run_as=options.run_as, is_offline=options.is_offline)
+    confinement = make_confinement(options.passed, run_as=options.run_as, is_offline=options.is_offline)
+    sys.path.insert(0, os.getcwd())  # as in the roles
+    registry = Registry(options.environments, options.rewards, pool=PoolConfig(confinement=confinement))
+    asyncio.run(_check(registry))  # else every agent would refuse them
     _check_port(options.port)
     console = Console()
     directory = Path(options.data)
@@ -147,6 +155,11 @@ def run_up(options: UpOptions) -> int:
     if broker is not None:
         say(console, f"stopped; queued work and weights are kept in {directory}")
     return code
+
+
+async def _check(registry: Registry) -> None:
+    async with registry:
+        await registry.check()
 
 
 def make_key(directory: Path, option: str) -> str:

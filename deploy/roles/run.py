@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -169,12 +169,11 @@ def run_agent(options: AgentOptions) -> None:
             open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id),
             make_ask_reward=lambda: RewardAsker(partial(queue_of, open_queue(options.url)), clock).ask,
         )
-        async with (
-            _registry(options.foreign, pool) as registry,
-            await RedisFabric.open(
-                options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX
-            ) as ports,
-        ):
+        async with contextlib.AsyncExitStack() as stack:
+            registry = await stack.enter_async_context(_registry(options.foreign, pool))
+            await _unless_stopped(registry.check(), stop)
+            opening = RedisFabric.open(options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX)
+            ports = await stack.enter_async_context(await opening)
             asker = RewardAsker(partial(queue_of, open_queue(options.url)), clock)
             async with _model_api(stop, confinement, options.play_count) as desk:
                 worker = AgentWorker(
@@ -461,6 +460,15 @@ def _registry(options: ForeignOptions, pool: PoolConfig | None = None) -> Any:
     if options.environments or options.rewards:
         sys.path.insert(0, os.getcwd())  # a module beside the user, named by the user: as `python -m` would find it
     return Registry(options.environments, options.rewards, pool=pool)
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
+    """Wait for some work, unless we are asked to stop meanwhile; raise what it raises."""
+    tasks = [asyncio.create_task(work), asyncio.create_task(stop.wait())]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if tasks[0].done():
+        tasks[0].result()
+    await end_all(tasks)
 
 
 def _info(worker_id: str, role: str) -> WorkerInfo:

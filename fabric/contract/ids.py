@@ -65,6 +65,11 @@ def group_of(job_id: str) -> str:
     return job_id.split(".", 1)[0]
 
 
+def trajectory_of(turn: str) -> str:
+    """Return the trajectory that a turn belongs to."""
+    return turn.rpartition(".")[0]
+
+
 def shard_of(group_id: str, shard_count: int) -> int:
     """Return the shard that holds a group and everything in it; stable across processes and versions."""
     return crc32(group_id.encode()) % shard_count

@@ -72,6 +72,7 @@ class RunConfig(Record):
         "memory_bytes_max": (1, WHOLE_MAX),
         "when_stale": ("rerun", "keep"),
         "turns_at_commit": ("keep", "recompute", "finish"),
+        "prefix_cache": ("run", "trajectory"),
         "weight_carrier": CARRIERS,
         "collective_backend": BACKENDS,
         "dtype": ("", "float32", "bfloat16", "float16"),
@@ -96,6 +97,7 @@ class RunConfig(Record):
     turns_at_commit: str = "keep"  # what turns in flight do when weights change: "keep" their KV cache and go on,
     # "recompute" it and go on, or "finish" first
     may_reuse_prefix: bool = False  # whether prompts may share KV cache that older weights computed
+    prefix_cache: str = "run"  # whose prompts share KV cache: all of the "run", or those of one "trajectory"
     weight_carrier: str = "broker"  # of chunks: "broker"; "collective" of torch.distributed; "auto": by size and room
     collective_backend: str = GLOO  # of a collective: "gloo", on CPUs; "nccl", one GPU a member (unverified on a GPU)
     dtype: str = ""  # of the weights: a trainer's floating-point tensors are rounded to it; "": as the trainer has them

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..contract.records import Lease, WorkerInfo
 from ..contract.text import counted
+from ..ports.sessions import REMOTE
 from ..rules.lending.capacity_facts import is_same_model
 from ..rules.lending.lease import has_ended
 from ..rules.lending.terms import LendTerms
@@ -57,6 +58,7 @@ CODES: Mapping[str, tuple[Kind, str]] = {
     "other_environment": ("stuck", "no agent offers the run's environment"),
     "agent_failed": ("stuck", "the agents that offer the environment cannot serve the run, and say why"),
     "agents_full": ("passing", "all places of the agents that offer the environment are taken by other runs"),
+    "for_session": ("waits", "trajectories that are played through a gateway wait for somebody who opens a session"),
     "no_reward_worker": ("stuck", "rollouts wait for their reward, and no reward worker is connected"),
     "other_reward": ("stuck", "no reward worker offers the run's reward function"),
     "run_full": ("stuck", "the run holds as much as it may, and nothing new is started until groups are consumed"),
@@ -525,10 +527,13 @@ def _agent(view: _View) -> Iterator[Cause]:
     if not view.queued or view.running:
         return
     agents, environment = view.scene.by_role.get("agent", []), _plain(view.config.environment)
+    is_remote = environment == REMOTE
     step = f"Start one that does: `rollfab agent --environment {environment}=module:attr`"
+    if is_remote:
+        step = "Start a gateway: `rollfab gateway --keys gateway.keys`"
     if not agents:
         text = f"no agent is connected that could play environment {environment!r} of {view.name}"
-        yield view.cause("no_agent", text, "Start one: `rollfab agent`")
+        yield view.cause("no_agent", text, step if is_remote else "Start one: `rollfab agent`")
     elif not view.agents:
         offered = sorted({name for each in agents for name in each.environments})
         text = f"no agent offers environment {environment!r} of {view.name}: offered are {_names(offered)}"
@@ -549,6 +554,13 @@ def _agent(view: _View) -> Iterator[Cause]:
             f"them: {_names(others)} {'runs' if len(others) == 1 else 'run'} there"
         )
         yield view.cause("agents_full", text, "Start another agent: `rollfab agent`")
+    elif is_remote:
+        does = "waits" if view.queued == 1 else "wait"
+        yield view.cause(
+            "for_session",
+            f"{counted(view.queued, 'trajectory')} of {view.name} {does} for somebody to open a session at a gateway",
+            f'Open one: POST /sessions with {{"run": "{_plain(view.config.run_id)}"}} and a creator\'s key',
+        )
 
 
 def _is_refusing(view: _View, info: WorkerInfo) -> bool:

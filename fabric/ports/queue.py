@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from shlex import quote
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ..contract.agreement import Agreement
 from ..contract.ids import NAME
 from ..contract.lease_plan import LeaseChange, LeasePlan
+from ..contract.limits import TURN_COUNT_MAX
 from ..contract.records import (
     DeadLetter,
     Group,
@@ -33,10 +34,15 @@ from ..contract.sharing import LendSetting, SharingReport
 from ..rules.queue.curve import Curve
 from .weights import WeightStore
 
+NotPushed = Literal["lost", "over"]  # the trajectory's claim is lost; the trajectory has had all its turns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryClaim:
-    """An agent's hold on one trajectory. `turns`: what earlier claims of this attempt settled, to be replayed."""
+    """An agent's hold on one trajectory.
+
+    turns: what earlier claims of this attempt settled, to be replayed. turn_count_max: of its turns, in all claims.
+    """
 
     job: TrajectoryJob
     worker_id: str
@@ -45,6 +51,7 @@ class TrajectoryClaim:
     loss: int
     snapshot: bytes | None = None
     turns: tuple[TurnResult, ...] = ()
+    turn_count_max: int = TURN_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +75,12 @@ class TurnClaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPush:
-    """An agent asks for a turn of a trajectory that it holds."""
+    """An agent asks for a turn of a trajectory that it holds. turn_count_max: see its claim."""
 
     trajectory_id: str
     fence: int
     job: TurnJob
+    turn_count_max: int = TURN_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,8 +330,8 @@ class TrajectoryQueue(Protocol):
 class TurnQueue(Protocol):
     """Turns of one run: pushed by agents, exchanged by rollout workers."""
 
-    async def push(self, agent_id: str, pushes: Sequence[TurnPush]) -> list[str]:
-        """Ask for turns; returns ids of turns whose trajectory claim is lost."""
+    async def push(self, agent_id: str, pushes: Sequence[TurnPush]) -> list[NotPushed | None]:
+        """Ask for turns; return for each why it was not taken; None: it was."""
         ...
 
     async def cancel(self, agent_id: str, pushes: Sequence[TurnPush]) -> None:

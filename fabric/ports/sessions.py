@@ -115,6 +115,10 @@ class Session(Protocol):
         """Count the tokens of a call's prompt; nothing is asked for."""
         ...
 
+    def note_refusal(self, told: str) -> None:
+        """Take note of what its client was told in place of an answer: the attempt may fail for it."""
+        ...
+
     def reward(self, reward: float) -> None:
         """Set the trajectory's reward. Raises InputError: it is no number."""
         ...

@@ -87,7 +87,14 @@ class RedisTrajectoryQueue:
             await self._give_up(worker_id, keys, raw_name, fence, raw, f"{GIVEN_UP['damaged']}: {error}")
             return None
         return TrajectoryClaim(
-            job=job, worker_id=worker_id, fence=fence, attempt=attempt, loss=loss, snapshot=snapshot, turns=turns
+            job=job,
+            worker_id=worker_id,
+            fence=fence,
+            attempt=attempt,
+            loss=loss,
+            snapshot=snapshot,
+            turns=turns,
+            turn_count_max=self._run.turn_count_max,
         )
 
     async def _settled_turns(self, keys: ShardKeys, trajectory_id: str) -> tuple[TurnResult, ...]:

@@ -22,7 +22,7 @@ from ..broker.clients.waiting import first_found
 from ..broker.connection import translate
 from ..contract.errors import FirstError, WireError
 from ..contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Sampling, TokenLog, TurnJob, TurnResult
-from ..ports.queue import Exchange, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
+from ..ports.queue import Exchange, NotPushed, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
 from .keys import INBOX_TTL_MS, ShardKeys
 from .rows import is_job_name, shown_name, turn_row
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 CLAIM_MS = 2_000  # the stall timeout: a worker that says nothing for this long has lost its turns
 REAP_COUNT = 256  # per call: bounds the time a script holds the broker
 RESULT_COUNT = 512  # results taken from an inbox at once
+NOT_PUSHED: dict[int, NotPushed] = {0: "lost", -1: "over"}  # by the script's answer
 
 T = TypeVar("T")
 
@@ -54,17 +55,17 @@ class RedisTurnQueue:
             parts.setdefault(self._shards.index_of(name), []).append(row)
         return parts
 
-    async def push(self, agent_id: str, pushes: Sequence[TurnPush]) -> list[str]:
-        lost: list[str] = []
+    async def push(self, agent_id: str, pushes: Sequence[TurnPush]) -> list[NotPushed | None]:
+        answers: dict[tuple[str, int], NotPushed | None] = {}
         for shard, part in self._by_shard((push.trajectory_id, push) for push in pushes).items():
             keys = self._shards.all[shard]
             args: list[Any] = [agent_id]
             for push in part:
-                args += [push.trajectory_id, push.fence, push.job.turn_id, push.job.encode()]
+                args += [push.trajectory_id, push.fence, push.job.turn_id, push.turn_count_max, push.job.encode()]
             with translate():
                 codes = await self._scripts.call("push_turns", [keys, keys.inbox(agent_id)], args)
-            lost += [push.trajectory_id for push, code in zip(part, codes, strict=True) if code == 0]
-        return lost
+            answers |= {_name(push): NOT_PUSHED.get(code) for push, code in zip(part, codes, strict=True)}
+        return [answers[_name(push)] for push in pushes]
 
     async def cancel(self, agent_id: str, pushes: Sequence[TurnPush]) -> None:
         for shard, part in self._by_shard((push.trajectory_id, push) for push in pushes).items():
@@ -233,6 +234,10 @@ class RedisTurnQueue:
         parts = self._scripts.apart([keys.turn.bell for keys in self._shards.all])
         with translate():
             await first_found([self._client.blpop(part, timeout=timeout_s) for part in parts])
+
+
+def _name(push: TurnPush) -> tuple[str, int]:
+    return push.job.turn_id, push.fence
 
 
 def _progress(rows: Sequence[TurnProgress]) -> Iterator[Argument]:

@@ -574,6 +574,6 @@ async def test_what_was_cancelled_is_not_counted_as_waiting(world: World) -> Non
 async def test_turns_of_a_cancelled_group_can_not_be_pushed(world: World) -> None:
     claim = await held_one(world)
     assert await world.rollouts.cancel("g1")
-    assert await world.turns.push("a1", [turn_of(claim)]) == [claim.job.trajectory_id]
+    assert await world.turns.push("a1", [turn_of(claim)]) == ["lost"]
     status = await world.board.run_status("r1")
     assert (status.depth, status.memory_bytes) == (0, 0)

@@ -69,7 +69,9 @@ def turn_of(claim: TrajectoryClaim, index: int = 0, agent_id: str = "a1") -> Tur
         sampling=Sampling(max_tokens=4, seed=(1 << 63) - 1),
         prompt_ids=np.arange(5, dtype=np.int32),
     )
-    return TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)
+    return TurnPush(
+        trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job, turn_count_max=claim.turn_count_max
+    )
 
 
 def result_of(name: str, tokens: int = 2) -> TurnResult:
@@ -98,7 +100,7 @@ async def held_one(world: World, group_id: str = "g1", *, asks: bool = False) ->
     assert await world.rollouts.push([group_of_size(group_id, 1)]) == [True]
     (claim,) = await world.trajectories.claim("a1", 1)
     if asks:
-        assert await world.turns.push("a1", [turn_of(claim)]) == []
+        assert not any(await world.turns.push("a1", [turn_of(claim)]))
     return claim
 
 
@@ -178,6 +180,34 @@ async def test_settling_twice_with_one_fence_is_one_settling(world: World) -> No
         assert (await world.turns.exchange("w1", settles=[settle])).refused == []
     assert len(await world.turns.results("a1", 0.2)) == 1
     assert (await world.board.run_status("r1")).counters["turns_settled"] == 1
+
+
+async def test_a_trajectory_has_its_turns_and_no_more_however_many_agents_hold_it(world: World) -> None:
+    # Given an agent that has asked for one of two turns, and is gone
+    world = world.view(dataclasses.replace(world.run, turn_count_max=2))
+    claim = await held_one(world)
+    assert await world.turns.push("a1", [turn_of(claim)]) == [None]
+    await expire(world)
+    await world.trajectories.reap("a2")
+    # When another one, which does not know of it, asks for three, and the broker does not know one of them
+    (taken,) = await world.trajectories.claim("a2", 1)
+    assert taken.turn_count_max == 2
+    pushes = [turn_of(taken, index, "a2") for index in (2, 0, 3, 1)]
+    # Then it gets two, whatever comes with them, and also when it asks again
+    for _ in range(2):
+        assert await world.turns.push("a2", pushes) == ["over", None, "over", None]
+    await lease(world)
+    exchange = await world.turns.exchange("w1", want=9, lease_epoch=1)
+    assert sorted(each.job.turn_id for each in exchange.claims) == ["g1.0.0", "g1.0.1"]
+
+
+@pytest.mark.parametrize("name", ["g1.0", "g1.0.", "g1.0.01", "g1.0.0.0", "g1.0.1e0", "g1.0.-1", "g1.1.0", "g1.00"])
+async def test_a_turn_of_no_number_of_its_trajectory_is_not_taken(world: World, name: str) -> None:
+    claim = await held_one(world)
+    push = turn_of(claim)
+    made_up = dataclasses.replace(push, job=dataclasses.replace(push.job, turn_id=name))
+    assert await world.turns.push("a1", [made_up]) == ["over"]
+    assert (await world.board.run_status("r1")).turns["ready"] == 0
 
 
 async def test_a_cancelled_turn_is_nobody_s_and_says_so_to_its_agent(world: World) -> None:
@@ -309,7 +339,7 @@ async def test_a_restarted_agent_inherits_trajectory_turns_and_the_turn_under_wa
     assert outcome.refused == []
     assert [result.turn_id for result in await world.turns.results("a2", 0.5)] == ["g1.0.1"]
     # And the dead agent, should it wake, can neither push nor settle
-    assert await world.turns.push("a1", [turn_of(claim, 2)]) == ["g1.0"]
+    assert await world.turns.push("a1", [turn_of(claim, 2)]) == ["lost"]
     assert not await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
 
 

@@ -114,7 +114,7 @@ async def test_a_number_that_was_given_twice_lets_only_its_second_holder_write(s
             prompt_ids=rollout_of(Held(old, [0])).prompt_ids,
         )
         push = TurnPush(trajectory_id=old.job.trajectory_id, fence=old.fence, job=turn)
-        assert await turns.push("old", [push]) == [old.job.trajectory_id]
+        assert await turns.push("old", [push]) == ["lost"]
         assert await trajectories.renew("old", [old]) == [old.job.trajectory_id]
         assert not await trajectories.settle(old, rollout_of(Held(old, [0, 1, 2])), is_scored=True)
         assert await trajectories.settle(new, rollout_of(Held(new, [0, 1, 2])), is_scored=True)

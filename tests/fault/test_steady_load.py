@@ -99,7 +99,7 @@ class Day:
             name = turn_id(claim.job.trajectory_id, index)
             job = TurnJob(turn_id=name, agent_id=agent, sampling=Sampling(), prompt_ids=ids)
             pushes.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
-        assert await self.turns.push(agent, pushes) == []
+        assert not any(await self.turns.push(agent, pushes))
         asked = {"want": len(claims), "lease_epoch": epoch, "active_version": self.version}
         taken = (await self.turns.exchange(worker, **asked)).claims
         settles = []

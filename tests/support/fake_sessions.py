@@ -30,12 +30,14 @@ class FakeSession:
     """Answers each call with the next of `script`: completions, an error, or an event that it waits for first.
 
     Without a script it says "two words". calls: what was asked. cancelled_count: how many calls were given up.
+    refusals: what its client was told in place of answers.
     """
 
     def __init__(self, session_id: str = "group.0", model: str = "org/model") -> None:
         self.script: deque[list[Completion] | Exception | asyncio.Event] = deque()
         self.calls: list[Call] = []
         self.cancelled_count = 0
+        self.refusals: list[str] = []
         self.ended: list[tuple[Mapping[str, Any] | None, str | None]] = []
         self.facts = SessionFacts(
             session_id=session_id,
@@ -76,6 +78,10 @@ class FakeSession:
         """As many as there are messages."""
         self.calls.append(call)
         return len(call.messages or ())
+
+    def note_refusal(self, told: str) -> None:
+        """Remember it."""
+        self.refusals.append(told)
 
     def reward(self, reward: float) -> None:
         """Take a finite reward."""

@@ -75,7 +75,7 @@ from ..environments.registry import Registry
 from ..environments.room import Room
 from .desk import Desk
 from .dialogue import Dialogue
-from .session import AgentSession
+from .session import AgentSession, all_asked_for
 from .slots import Quarantine
 from .transcript import Transcript
 
@@ -141,8 +141,13 @@ class TurnCaller:
         self._has_asked = asyncio.Event()
 
     async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
-        """Ask for a turn and wait for its result. Raises ClaimLost."""
-        push = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)
+        """Ask for a turn and wait for its result.
+
+        Raises:
+            ClaimLost: somebody else holds the trajectory.
+            QueueFull: the trajectory has had all its turns (facts: is_final).
+        """
+        push = _push(claim, job)
         if not self._waiting:
             self._hear()
         call = self._waiting[job.turn_id] = _Call(push, asyncio.get_running_loop().create_future())
@@ -176,7 +181,7 @@ class TurnCaller:
 
     def cancel(self, claim: TrajectoryClaim, job: TurnJob) -> None:
         """Give up a turn that was asked for; whoever waits gets a result that says so, unless it has come before."""
-        self._cancelled.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
+        self._cancelled.append(_push(claim, job))
         self._has_asked.set()
 
     async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
@@ -197,10 +202,12 @@ class TurnCaller:
             asked, self._asked = [call for call in self._asked if not call.answer.done()], []
             cancelled, self._cancelled = self._cancelled, []
             try:
-                lost = await self._turns.push(self.agent_id, [call.push for call in asked]) if asked else []
-                for call in asked:
-                    if call.push.trajectory_id in lost and not call.answer.done():
+                answers = await self._turns.push(self.agent_id, [call.push for call in asked]) if asked else []
+                for call, why in zip(asked, answers, strict=True):
+                    if why == "lost" and not call.answer.done():
                         call.answer.set_result(None)
+                    elif why == "over" and not call.answer.done():
+                        call.answer.set_exception(all_asked_for(call.push.turn_count_max))
                 asked = []
                 if cancelled:
                     await self._turns.cancel(self.agent_id, cancelled)
@@ -218,6 +225,12 @@ class TurnCaller:
                 call = self._waiting.get(result.turn_id)
                 if call is not None and not call.answer.done():
                     call.answer.set_result(result)
+
+
+def _push(claim: TrajectoryClaim, job: TurnJob) -> TurnPush:
+    return TurnPush(
+        trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job, turn_count_max=claim.turn_count_max
+    )
 
 
 def _lost(claim: TrajectoryClaim) -> ClaimLost:

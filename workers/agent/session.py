@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -51,6 +52,7 @@ CALL_COUNT_MAX = 64  # at once, of one session; more wait for nothing but memory
 COMPLETION_COUNT_MAX = 128  # of one call, OpenAI's bound
 RETURN_S = 10.0  # the openai client repeats a call that broke off within 8 s
 HUGE = MIB  # bytes of a request: more waits for the one thread that all sessions of the process have for it
+REFUSAL_LENGTH_MAX = 500
 IDLE_S_MAX = 600.0  # without a call: an agent that runs a test suite in between takes minutes
 
 
@@ -72,6 +74,7 @@ class _Given:
     turns: list[TurnJob] = field(default_factory=list)
     task: asyncio.Task[Reply] | None = None
     taker_count: int = 0
+    giving_up: asyncio.TimerHandle | None = None
     is_received: bool = False
     is_given_up: bool = False
 
@@ -120,10 +123,12 @@ class AgentSession:
             self._earlier[result.context_digest].append(result)
         self._turn_count = len(claim.turns)  # asked for, in all lives
         self._answer_count = 0
+        self._refusal = ""
         self._reward: float | None = None
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._used_s = asyncio.get_running_loop().time()
+        self._waiting_count = 0  # clients that wait for an answer
 
     # ---- the client's side
 
@@ -148,6 +153,10 @@ class AgentSession:
     async def ask(self, call: Call) -> Reply:
         """Return completions; see ports/sessions.py."""
         self._check_open()
+        with self._used():
+            return await self._asked(call)
+
+    async def _asked(self, call: Call) -> Reply:
         if not 1 <= call.count <= COMPLETION_COUNT_MAX:
             raise InputError(f"n is {call.count}, expected 1 to {COMPLETION_COUNT_MAX}", name="n")
         sampling = self._sampling(call.sampling)
@@ -167,8 +176,13 @@ class AgentSession:
     async def count(self, call: Call) -> int:
         """Count the tokens of a call's prompt; nothing is asked for."""
         self._check_open()
-        ask, _ = await self._ask(replace(call, choice=FREE))  # which calls are forced changes no prompt
-        return len(ask.context_ids)
+        with self._used():
+            ask, _ = await self._ask(replace(call, choice=FREE))  # which calls are forced changes no prompt
+            return len(ask.context_ids)
+
+    def note_refusal(self, told: str) -> None:
+        """Take note of what the client was told in place of its last answer."""
+        self._refusal = told[:REFUSAL_LENGTH_MAX]
 
     def reward(self, reward: float) -> None:
         """Set the trajectory's reward; the last one counts."""
@@ -176,11 +190,21 @@ class AgentSession:
         self._used_s = asyncio.get_running_loop().time()
 
     async def end(self, *, info: Mapping[str, Any] | None = None, error: str | None = None) -> None:
-        """End the session, and wait until its rollout is recorded, or its attempt has failed as it says."""
+        """End the session, and wait until its rollout is recorded, or its attempt has failed as it says.
+
+        A client that repeats it, as its first request broke off, waits for the same.
+        """
+        if not self._ending.done() or self._ending.cancelled():
+            self._set_ending(info, error)
+        is_void = self._ending.result().error is not None
+        if not await asyncio.shield(self._recorded) and not is_void:
+            raise self._over()
+
+    def _set_ending(self, info: Mapping[str, Any] | None, error: str | None) -> None:
         self._check_open()
         check_size("info", dump_json(dict(info or {})), INFO_BYTES_MAX, next_step="say less in it")
         if error is None and not self._answer_count:
-            raise InputError("the session made no call to the model: there is nothing to learn from")
+            raise InputError(f"the session would end {self._unanswered}: there is nothing to learn from")
         if error is None and self._reward is None and self._run.reward is None:
             raise InputError(
                 f"the session has no reward, and run {self._run.run_id} has no reward function: give one, or say the "
@@ -188,8 +212,6 @@ class AgentSession:
                 name="reward",
             )
         self._ending.set_result(Ending(info=dict(info or {}), error=error))
-        if not await asyncio.shield(self._recorded) and error is None:
-            raise self._over()
 
     # ---- the owner's side
 
@@ -202,7 +224,7 @@ class AgentSession:
         loop = asyncio.get_running_loop()
         while not self._ending.done():
             left_s = self._used_s + self._idle_s_max - loop.time()
-            if self._is_asked:
+            if self._waiting_count:
                 left_s = self._idle_s_max
             elif left_s <= 0:
                 raise EnvironmentFailed(
@@ -219,7 +241,7 @@ class AgentSession:
             EnvironmentFailed: there was no call, or there is no reward though one is needed.
         """
         if not self._answer_count:
-            raise EnvironmentFailed("it ended without a call to the model", reason="play")
+            raise EnvironmentFailed(f"it ended {self._unanswered}", reason="play")
         if self._reward is None and self._run.reward is None:
             raise EnvironmentFailed(
                 f"it ended without a reward, and run {self._run.run_id} has no reward function: return a number, or "
@@ -261,9 +283,20 @@ class AgentSession:
     # ---- one call
 
     @property
-    def _is_asked(self) -> bool:
-        """Whether a client waits for an answer."""
-        return any(given.taker_count and not given.reply.done() for each in self._given.values() for given in each)
+    def _unanswered(self) -> str:
+        """Say how it stands where no call was answered."""
+        why = f"without an answer of the model: its last call was refused with {self._refusal}"
+        return why if self._refusal else "without a call to the model"
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        """Count a client that waits: a session that was quiet for long is not over while its next call is rendered."""
+        self._waiting_count += 1
+        try:
+            yield
+        finally:
+            self._waiting_count -= 1
+            self._used_s = asyncio.get_running_loop().time()
 
     def _check_open(self) -> None:
         if self._ending.done():
@@ -315,13 +348,9 @@ class AgentSession:
             raise QueueFull(
                 f"the session has {running} calls under way, the limit: wait for one of them", is_final=False
             )
-        known = min(call.count, len(self._earlier[_digest(ask, sampling)]))
-        if self._turn_count + call.count - known > self._run.turn_count_max:
-            raise QueueFull(
-                f"the session has asked for {self._turn_count} completions, and may ask for {self._run.turn_count_max} "
-                "in all: end it, or create the run with a larger turn_count_max",
-                is_final=True,
-            )
+        new_count = max(0, call.count - len(self._earlier[_digest(ask, sampling)]))
+        if new_count and self._turn_count + new_count > self._run.turn_count_max:
+            raise all_asked_for(self._run.turn_count_max)
         given = _Given(digest, call.key)
         chosen = [self._earlier_turn(ask, sampling) or self._new_turn(given, ask, sampling) for _ in range(call.count)]
         given.task = asyncio.create_task(self._reply(given, ask, chosen))
@@ -341,9 +370,10 @@ class AgentSession:
             raise
         finally:
             given.taker_count -= 1
-            self._used_s = loop.time()
+            if given.giving_up is not None:
+                given.giving_up.cancel()  # its time counts from whoever left last
             if not given.taker_count and not given.reply.done():
-                loop.call_later(RETURN_S, self._give_up, given)
+                given.giving_up = loop.call_later(RETURN_S, self._give_up, given)
         given.is_received = True
         return reply
 
@@ -413,6 +443,7 @@ class AgentSession:
         Raises:
             EngineUnsupported, EngineError: no worker could make it, or one failed.
             ClaimLost: the session is over.
+            QueueFull: earlier lives asked for more turns than are known here, and none is left.
         """
         if isinstance(turn, TurnResult):
             return turn
@@ -436,6 +467,15 @@ class AgentSession:
         if result.finish_reason == "error":
             raise EngineError(f"the engine failed: {result.error}")
         return result
+
+
+def all_asked_for(turn_count_max: int) -> QueueFull:
+    """Make the error of a call for which a trajectory has no turn left."""
+    return QueueFull(
+        f"the session may ask for {turn_count_max} completions in all, and too few of them are left: end it, or create "
+        "the run with a larger turn_count_max",
+        is_final=True,
+    )
 
 
 def _has_failed_unseen(task: asyncio.Task[Reply]) -> None:

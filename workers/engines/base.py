@@ -4,6 +4,7 @@
 - Aborting keeps the tokens made so far; nothing generated is thrown away.
 - A pause has a reason, and each reason holds once: the engine runs only while no reason holds it.
 - Weights change only between two engine steps, in place, and spans record which version made which token.
+- Prompts share KV cache only under one salt, so that no time to a first token tells of another's prompts.
 - What older weights computed is never shared with a request that begins later, unless that is asked for.
 """
 
@@ -27,13 +28,14 @@ class GenerationRequest:
     """Continue `prompt_ids` followed by `prior_ids`.
 
     prompt_ids: int32 (P,). prior_ids: int32 (T0,), tokens an earlier claim made; they count towards
-    sampling.max_tokens and are not returned again.
+    sampling.max_tokens and are not returned again. cache_salt: it shares KV cache with those of the same salt alone.
     """
 
     request_id: str
     prompt_ids: Int32
     sampling: Sampling
     prior_ids: Int32 = field(default_factory=lambda: NO_IDS)
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ class Admission:
 
     input_ids: prompt and prior tokens, at least one; the last `prior_count` of them are prior. token_count_max: new
     tokens it may make, at least one. stop_ids: all that end it. matcher: looks for its stop texts; has taken the prior
-    tokens, and `fed_count` new ones. arrived_at_s: when it was handed over. asked: fields of sampling that are not at
-    their defaults.
+    tokens, and `fed_count` new ones. cache_salt: as the request's. arrived_at_s: when it was handed over. asked:
+    fields of sampling that are not at their defaults.
     marks: which version began at which of its tokens; replaced as a whole, never changed in place, so that another
     thread may read it. told: what is recorded beside tokens; None: nothing is asked for.
     """
@@ -36,6 +36,7 @@ class Admission:
     stop_ids: tuple[int, ...] = ()
     matcher: StopMatcher | None = None
     fed_count: int = 0
+    cache_salt: str = ""
     arrived_at_s: float = 0.0
     marks: Marks = field(default_factory=list)
     asked: frozenset[str] = frozenset()

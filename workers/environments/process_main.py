@@ -43,6 +43,7 @@ COMMAND = "!"
 LINE_BYTES_MAX = 1 << 20
 GIVEN = ("task", "seed", "client", "base_url", "key")  # what an agent may take, by the names of its parameters
 AGENT_ADVICE = "; if it is an agent, write `async def`: others are made with the run's options, and have reset and step"
+NO_OPENAI = "it takes a client, and the package openai is not installed for its interpreter: pip install openai"
 PLAYED = ("reward", "info", "truncated")
 
 
@@ -93,6 +94,7 @@ class Stage:
             check_function(self._factory)
             return {}
         self._factory = Command(target[len(COMMAND) :]) if target.startswith(COMMAND) else find(target)
+        check_agent(self._factory)
         limit_memory(getattr(self._factory, "memory_bytes_max", None))
         names = ("episode_count_max", "isolation", "inline")
         stated = {name: getattr(self._factory, name, None) for name in names}
@@ -248,6 +250,25 @@ def is_agent(factory: Any) -> bool:
     return isinstance(factory, Command) or inspect.iscoroutinefunction(factory)
 
 
+def check_agent(found: Any) -> None:
+    """Raise Refused if `found` is an agent that could play no episode, or is meant for one and is none."""
+    if not inspect.isfunction(found):
+        return
+    taken = inspect.signature(found).parameters
+    if not is_agent(found) and "task" in taken and any(name in taken for name in ("client", "base_url", "key")):
+        told = "it takes what agents take: if it is an agent, write `async def`, and return the reward"
+        raise Refused("load", told)
+    if is_agent(found) and "client" in taken and not has_module("openai"):
+        raise Refused("load", NO_OPENAI)
+
+
+def has_module(name: str) -> bool:
+    """Tell whether a module could be imported, without doing so."""
+    from importlib.util import find_spec
+
+    return sys.modules[name] is not None if name in sys.modules else find_spec(name) is not None
+
+
 class Player:
     """An agent: a coroutine function, called with those of GIVEN that it takes, and with its options; or a command."""
 
@@ -283,8 +304,7 @@ class Player:
         try:
             openai = importlib.import_module("openai")
         except ImportError as error:
-            text = "it takes a client, and the package openai is not installed for its interpreter"
-            raise Refused("load", text + ": pip install openai") from error
+            raise Refused("load", NO_OPENAI) from error
         if base_url not in self._clients:
             self._clients[base_url] = openai.AsyncOpenAI(base_url=base_url, api_key=key)
         given["client"] = self._clients[base_url].with_options(api_key=key)

@@ -12,8 +12,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import importlib
+import logging
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -26,10 +28,13 @@ from ...fabric.contract.errors import ConfigError, EnvironmentFailed, Environmen
 from ...fabric.contract.records import Rollout
 from ...fabric.contract.text import did_you_mean
 from ...fabric.host.entry_points import installed
+from ...fabric.ports.sessions import REMOTE
 from .base import SETTINGS, Environment, GymEnvironment, Isolation, check_settings, in_thread, show
 from .isolated import IsolatedEnvironment, named
 from .pool import PoolConfig, ProcessPool
 from .spawn import COMMAND, NICENESS, Program
+
+log = logging.getLogger(__name__)
 
 ENVIRONMENTS = "rollfab.environments"
 REWARDS = "rollfab.rewards"
@@ -92,6 +97,29 @@ class Registry:
         if name not in self._inside:
             self._inside[name] = await self._find_place(name)
         return self._inside[name]
+
+    async def check(self) -> None:
+        """Load every environment that this worker's own options name, each in its process.
+
+        One that hangs or dies meanwhile is let through: it may do better when it is needed.
+
+        Raises:
+            ConfigError: one cannot be loaded, so all of its trajectories would fail.
+        """
+        names = list(self._targets[ENVIRONMENTS])
+        for name, found in zip(
+            names, await asyncio.gather(*map(self.is_inside, names), return_exceptions=True), strict=True
+        ):
+            if isinstance(found, EnvironmentFailed) and found.facts.get("reason") != "load":
+                log.warning("environment.not_checked", extra={"environment": name, "error": str(found)})
+            elif isinstance(found, FabricError):
+                raise ConfigError(
+                    f"{found}. Mend --environment {name}=… (modules are found from the directory in which the worker "
+                    "is started, and among what is installed for its interpreter), or leave it out",
+                    name=name,
+                ) from found
+            elif isinstance(found, BaseException):
+                raise found
 
     def plays(self, name: str) -> bool:
         """Tell whether an environment is an agent in a process of its own; known once `is_inside` has been asked."""
@@ -250,6 +278,12 @@ def _parse(option: str, pairs: Iterable[str]) -> dict[str, Program]:
     targets: dict[str, Program] = {}
     for pair in pairs:
         name, _, rest = pair.partition("=")
+        if name == REMOTE and option == "--environment":
+            raise ConfigError(
+                f"{option} {pair!r:.200}: the name {REMOTE!r} is for runs that are played in sessions of "
+                "`rollfab gateway`: take another one",
+                name=name,
+            )
         if name and rest.startswith(COMMAND_PREFIX) and option == "--environment":
             targets[name] = Program(COMMAND + _line(name, rest), niceness=NICENESS)
             continue

@@ -20,10 +20,11 @@ from ...fabric.contract import sides
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import EngineError, EngineUnsupported
 from ...fabric.contract.limits import TURN_SIDES_BYTES_MAX
-from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Side, Span, TokenLog, TurnResult
+from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Side, Span, TokenLog, TurnResult
 from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ...fabric.rules.queue.engine_watch import Pulse, StallRule, feel, is_stalled
 from ...fabric.rules.queue.retries import is_suspect
+from ...fabric.rules.queue.runs import cache_salt
 from ..engines.base import Engine, Generation, GenerationRequest
 from .engine_watch import LOOK_S, EngineWatch
 
@@ -87,13 +88,14 @@ class RunningTurns:
         *,
         lease_epoch: int,
         active_version: int,
-        may_mix_versions: bool,
+        run: RunConfig,
     ) -> tuple[bool, list[TurnSize]]:
         """Make one round trip: hand in the turns that have ended, renew those that run, claim ready ones; begin these.
 
         Args:
             free: returns how many turns may be claimed, given how many are handed in now: the same round trip claims
                 turns for the slots that this frees.
+            run: the run that they are of, as it is set now.
 
         Returns:
             Whether the broker knows our lease, and the size of each turn that was begun.
@@ -115,8 +117,10 @@ class RunningTurns:
         )
         self._forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)
         await self._drop({*outcome.lost, *(claim.job.turn_id for claim in outcome.claims)})
-        claims = outcome.claims if may_mix_versions else [_of_version(each, active_version) for each in outcome.claims]
-        return outcome.has_lease, self._start(claims)
+        claims = outcome.claims
+        if not run.may_mix_versions:
+            claims = [_of_version(each, active_version) for each in claims]
+        return outcome.has_lease, self._start(claims, run)
 
     async def give_back(self, queue: TurnQueue) -> None:
         """Give every turn back to its queue, with its tokens; hand in those that have ended by themselves."""
@@ -137,7 +141,7 @@ class RunningTurns:
                 self._forget(back)
                 log.info("worker.gave_back", extra={"turn_count": len(back), "is_stalled": blames})
 
-    def _start(self, claims: Iterable[TurnClaim]) -> list[TurnSize]:
+    def _start(self, claims: Iterable[TurnClaim], run: RunConfig) -> list[TurnSize]:
         """Begin turns that were claimed just now; return the size of each."""
         now, sizes = self._clock.now_s(), []
         for claim in claims:
@@ -147,7 +151,7 @@ class RunningTurns:
             self._turns[turn.request_id] = turn
             sizes.append(turn.size(self._options.context_tokens_max))
             try:
-                self._engine.generate(turn.request())
+                self._engine.generate(turn.request(cache_salt(run, claim.job.turn_id)))
             except EngineError as error:
                 reason = "refused" if isinstance(error, EngineUnsupported) else "error"
                 self._done.append(Generation(request_id=turn.request_id, finish_reason=reason, error=str(error)))
@@ -310,14 +314,15 @@ class RunningTurn:
         """The claim's name in the engine."""
         return f"{self.claim.job.turn_id}#{self.claim.fence}"
 
-    def request(self) -> GenerationRequest:
-        """Make the engine's request, which goes on from the tokens of earlier claims."""
+    def request(self, salt: str) -> GenerationRequest:
+        """Make the engine's request, which goes on from the tokens of earlier claims. salt: of its prefixes."""
         job, prior = self.claim.job, self.claim.log
         return GenerationRequest(
             request_id=self.request_id,
             prompt_ids=job.prompt_ids,
             sampling=job.sampling,
             prior_ids=prior.completion_ids if prior else NO_IDS,
+            cache_salt=salt,
         )
 
     def size(self, context_tokens_max: int | None) -> TurnSize:

@@ -128,7 +128,7 @@ class RolloutWorker:
         """Make one round: hand in, renew, claim, start."""
         await self._wait()
         await self._follow_lease()
-        if self._turns is None:
+        if self._turns is None or self._run is None:
             return
         await self._part_with_standing()
         await self._part_with_overdue()
@@ -136,7 +136,7 @@ class RolloutWorker:
         await self._running.hand_back(self._turns)
         try:
             self._is_asking = True
-            await self._exchange(self._turns)
+            await self._exchange(self._turns, self._run)
         finally:
             self._is_asking = False
         if not self._running:
@@ -150,14 +150,14 @@ class RolloutWorker:
         timer.cancel()
         self._wake.clear()
 
-    async def _exchange(self, turns: TurnQueue) -> None:
+    async def _exchange(self, turns: TurnQueue, run: RunConfig) -> None:
         lease, version = self._keeper.lease, self._active_version()
         has_lease, begun = await self._running.exchange(
             turns,
             self._free_count,
             lease_epoch=lease.lease_epoch if lease else 0,
             active_version=version,
-            may_mix_versions=self._run is None or self._run.may_mix_versions,
+            run=run,
         )
         if not has_lease:
             self._keeper.doubt()

@@ -1,10 +1,13 @@
-"""Decides whether two descriptions of a run are of the same run, and whether workers can do what it asks of them."""
+"""Decides whether two descriptions of a run are of the same run, whether workers can do what it asks of them, and
+whose prompts share KV cache."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 from ...contract.errors import RunMismatch
+from ...contract.ids import trajectory_of
 from ...contract.records import RunConfig, WorkerInfo
 from ...contract.sampling import sampling_from
 from ..lending.capacity_facts import is_same_model
@@ -39,6 +42,17 @@ def undoable(config: RunConfig, workers: Iterable[WorkerInfo]) -> dict[str, list
     engines = list(dict.fromkeys(info.engine or info.worker_id for info in each))
     wanted = sampling_from(dict(config.sampling)).row()  # without what has its default
     return {name: engines for name in wanted if each and all(name in info.cannot for info in each)}
+
+
+def cache_salt(config: RunConfig, turn_id: str) -> str:
+    """Return what a turn's prompt shares KV cache by: 32 hexadecimal digits, the same for those that may share.
+
+    A hash: vLLM takes no salt above 128 characters.
+    """
+    parts = [config.run_id]
+    if config.prefix_cache == "trajectory":
+        parts.append(trajectory_of(turn_id))
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
 
 
 def _differing(existing: RunConfig, wanted: RunConfig) -> list[str]:

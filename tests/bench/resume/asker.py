@@ -70,8 +70,7 @@ class Asker:
             job = TurnJob(turn_id=name, agent_id=AGENT_ID, sampling=sampling, prompt_ids=prompt_ids)
             pushes.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
             turns.prompts[name] = prompt_ids
-        lost = await self._turns.push(AGENT_ID, pushes)
-        assert not lost
+        assert not any(await self._turns.push(AGENT_ID, pushes))
         return turns
 
     async def collect(self, turns: Turns, *, is_reaping: bool = True) -> None:

@@ -243,7 +243,7 @@ async def play_turns(who: dict[str, Part]) -> None:
     claim, other = await claims(agent, 2)
     job = replace(TURN, turn_id=f"{claim.job.trajectory_id}.0", agent_id=agent.name)
     push = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)
-    assert await agent.turns.push(agent.name, [push]) == []
+    assert not any(await agent.turns.push(agent.name, [push]))
     await worker.turns.wait(1.0)
     (taken,) = (await exchange(worker, want=5)).claims
     await worker.turns.release(worker.name, [TurnProgress(claim=taken, log=None)])

@@ -937,6 +937,31 @@ async def test_prompts_and_what_the_prefix_cache_had_of_them_are_counted(engine:
     assert await prompt_counts(engine, greedy("again", 2)) == (len(PROMPT), 32)  # whole blocks
 
 
+async def test_prompts_find_what_the_cache_has_under_their_own_salt_alone(engine: Engine) -> None:
+    # Given a prompt that was read under one salt, in part by an answer
+    assert await prompt_counts(engine, greedy("first", 40, cache_salt="a")) == (len(PROMPT), 0)
+    # When the same prompt comes again, then only the same salt finds it
+    assert await prompt_counts(engine, greedy("other", 2, cache_salt="b")) == (len(PROMPT), 0)
+    assert await prompt_counts(engine, greedy("bare", 2)) == (len(PROMPT), 0)
+    assert await prompt_counts(engine, greedy("same", 2, cache_salt="a")) == (len(PROMPT), 32)
+    assert await prompt_counts(engine, greedy("other again", 2, cache_salt="b")) == (len(PROMPT), 32)
+    # And what was computed again for a commit keeps its salt
+    engine.generate(greedy("through", 60, cache_salt="a"))
+    await tokens_of(engine, "through", 3)
+    await engine.apply(random_weights(engine, 1), turns="recompute")
+    await gather(engine, 1)
+    assert await prompt_counts(engine, greedy("b", 2, cache_salt="b")) == (len(PROMPT), 0)
+    assert await prompt_counts(engine, greedy("a", 2, cache_salt="a")) == (len(PROMPT), 32)
+
+
+async def test_a_salt_changes_no_token_and_no_logprob(engine: Engine) -> None:
+    requests = [greedy(f"{salt}.{i}", 20, cache_salt=salt) for salt in ("", "a", "b") for i in range(2)]
+    first, *others = [(await run(engine, each))[0] for each in requests]
+    for each in others:
+        assert (each.completion_ids == first.completion_ids).all()
+        np.testing.assert_allclose(each.logprobs, first.logprobs, rtol=1e-4, atol=1e-5)
+
+
 async def test_read_weights_gives_what_the_engine_computes_with_at_that_time(engine: Engine) -> None:
     before = await engine.read_weights()
     staged = random_weights(engine, 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from rollfab.fabric.contract.errors import ConfigError, EnvironmentFailed
 from rollfab.workers.environments.base import Access, Played
 from rollfab.workers.environments.pool import PoolConfig
 from rollfab.workers.environments.registry import Registry
+from tests.support.processes.fabric_processes import PYTHONPATH
 
 pytestmark = pytest.mark.timeout(60)
 ACCESS = Access(base_url="http://127.0.0.1:9/v1", key="rfs-secret")
@@ -100,3 +104,69 @@ async def test_a_command_is_an_agent(registry: Registry) -> None:
 def test_a_command_that_cannot_be_run_is_refused_at_once(line: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         Registry([f"a=command:{line}"])
+
+
+NO_AGENT = "cannot be loaded: it takes what agents take: if it is an agent, write `async def`"
+BAD = {  # a module's text, and what is said of its `play`
+    "import rollfab_no_such_package": "cannot be loaded: No module named 'rollfab_no_such_package'",
+    "": "cannot be loaded: module 'bad' has no attribute 'play'",
+    "raise RuntimeError('no such card')": "load raised RuntimeError: no such card",
+    "def play(task, client): ...": NO_AGENT,
+    "async def play(task, client):\n    yield 1": NO_AGENT,
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+async def test_what_can_play_no_episode_is_refused_before_any(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with Registry(["line=command:true", "mine=bad:play"]) as registry:
+        with pytest.raises(ConfigError) as caught:
+            await registry.check()
+    assert f"environment 'mine': {BAD[text]}" in str(caught.value)
+    assert "Mend --environment mine=…" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async def play(task, client): ...",
+        "async def play(task, *, depth): ...",  # an option of the run
+        "def play(task): ...",  # it may make a world of an option `task`
+        "class play: ...",
+        "import os; os._exit(3)",  # it may do better when it is needed
+    ],
+)
+async def test_what_may_play_is_let_through(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fair.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with Registry(["mine=fair:play"]) as registry:
+        await registry.check()
+
+
+async def test_an_agent_whose_interpreter_has_no_openai_is_refused_before_any_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fair.py").write_text("import sys; sys.modules['openai'] = None\nasync def play(task, client): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with Registry(["mine=fair:play"]) as registry:
+        with pytest.raises(ConfigError, match="pip install openai"):
+            await registry.check()
+
+
+def test_the_name_of_runs_that_are_played_in_sessions_is_no_environment_s() -> None:
+    with pytest.raises(ConfigError, match=r"the name 'gateway' is for runs .* `rollfab gateway`: take another one"):
+        Registry(["gateway=docs.examples.doors:play"])
+
+
+@pytest.mark.parametrize("words", [("agent", "--url", "redis://127.0.0.1:1"), ("up", "--port", "0")])
+def test_a_role_does_not_begin_with_an_agent_that_cannot_play(words: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollfab", *words, "--environment", "mine=rollfab_no_such_module:play"]
+    variables = {name: value for name, value in os.environ.items() if name != "ROLLFAB_URL"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**variables, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "environment 'mine': cannot be loaded" in done.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing was started"

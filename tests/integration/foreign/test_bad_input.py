@@ -18,6 +18,7 @@ import pytest
 from redis import Redis
 
 import rollfab
+from rollfab.deploy.cli.status import with_ports
 from rollfab.fabric.contract.errors import (
     BrokerError,
     ConfigError,
@@ -178,6 +179,22 @@ def test_of_a_run_that_exists_what_is_given_holds(redis: Redis, fabric: Fabric, 
 
     assert fabric.run("r", staleness=2).config == replace(run.config, staleness=2)
     assert fabric.run("r").config.staleness == 2
+
+
+def test_a_trainer_comes_back_to_its_run_while_nobody_offers_its_environment(
+    redis: Redis, url: str, fabric: Fabric
+) -> None:
+    # Given runs that were made while an agent and a gateway were there
+    for name in ("mine", "gateway"):
+        made = replace(fabric.run("frozen", **RUN).config, run_id=f"r-{name}", environment=name)
+        with_ports(url, lambda ports, made=made: ports.board.create_run(made))
+    # When their trainer starts again before these do, then it has its runs
+    for name in ("mine", "gateway"):
+        assert fabric.run(f"r-{name}", model="tiny", environment=name).config.environment == name
+    # And a new run still needs somebody who offers its environment, and an old one its own
+    for name, error in (("new", EnvironmentUnknown), ("r-mine", RunMismatch)):
+        with pytest.raises(error):
+            fabric.run(name, model="tiny", environment="other")
 
 
 def test_a_run_that_was_deleted_takes_no_tasks(redis: Redis, fabric: Fabric, run: Run) -> None:

@@ -15,7 +15,7 @@ from tests.support.processes.fabric_processes import Processes, processes
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 NAMES = {"top_ids", "top_logprobs", "prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs"}
-AGENTS = ("chat", "side_by_side", "odd")
+AGENTS = ("chat", "side_by_side", "odd", "careless")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,14 @@ def test_an_agent_that_asks_nothing_or_raises_is_a_dead_letter(fabric: Processes
     letters = {name: letter.reason for name, letter in fabric.dead_letters(run).items()}
     assert "ended without a call to the model" in letters["silent.0"]
     assert "play raised ValueError: no such place" in letters["raises.0"]
+
+
+def test_an_agent_that_passes_over_a_refusal_fails_with_its_words(fabric: Processes) -> None:
+    run = fabric.new_run("careless", "careless", attempt_count_max=1)
+    run.submit([{}], group_size=1, group_ids=["deaf"])
+    fabric.collect(run, 1, 90.0)
+    reason = fabric.dead_letters(run)["deaf.0"].reason
+    assert "its last call was refused with 400 invalid_request: " in reason and "reasoning_effort" in reason
 
 
 @pytest.mark.fault

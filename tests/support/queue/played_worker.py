@@ -52,6 +52,7 @@ class PlayedEngine:
     Attributes:
         token_counts: of running requests; a new one has `first_count`.
         prior_counts: tokens of earlier claims that a turn was begun with.
+        salts: by what it shares KV cache.
         aborted, refused: turns.
         is_dead: raises at every question.
         is_deaf: answers no abort, no pause and no sleep, and makes no step, until it hears again.
@@ -64,6 +65,7 @@ class PlayedEngine:
         self.token_counts: dict[str, int] = {}
         self.first_count = 3
         self.prior_counts: dict[str, int] = {}
+        self.salts: dict[str, str] = {}
         self.aborted: list[str] = []
         self.refused: set[str] = set()
         self.version = 0
@@ -122,6 +124,7 @@ class PlayedEngine:
             raise EngineUnsupported(f"{name}: {self.cannot[name]}")
         self.token_counts[request.request_id] = self.first_count
         self.prior_counts[turn_of(request.request_id)] = len(request.prior_ids)
+        self.salts[turn_of(request.request_id)] = request.cache_salt
 
     async def finished(self, timeout_s: float) -> list[Generation]:
         await self._has_ended.wait()
@@ -264,7 +267,7 @@ class Stage:
             name = turn_id(claim.job.trajectory_id, 0)
             job = TurnJob(turn_id=name, agent_id="a", sampling=sampling or Sampling(), prompt_ids=PROMPT_IDS)
             pushes.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
-        assert await self.turns.push("a", pushes) == []
+        assert not any(await self.turns.push("a", pushes))
         return [push.job.turn_id for push in pushes]
 
     async def lease(self, epoch: int, slot_count: int, duration_ms: int | None = None) -> Lease:

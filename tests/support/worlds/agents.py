@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -42,6 +43,15 @@ async def side_by_side(task: dict[str, Any], client: Any) -> float:
 async def told(task: dict[str, Any], base_url: str, key: str) -> dict[str, Any]:
     """Tell what an agent is given, without asking anything."""
     return {"reward": None, "info": {"base_url": base_url, "key": key, "task": task}}
+
+
+async def careless(task: dict[str, Any], client: Any) -> float:
+    """Ask for what there is not, and go on as if that were an answer."""
+    with contextlib.suppress(Exception):
+        await client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "on"}], reasoning_effort="high"
+        )
+    return 0.5
 
 
 async def odd(task: dict[str, Any]) -> Any:

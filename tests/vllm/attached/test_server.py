@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,17 @@ async def test_a_temperature_whose_logprobs_would_be_wrong_is_refused(door: Serv
         door.stream(new_ask("warm", 3, temperature=0.7))
     for name in ("top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"):
         assert "--logprobs-mode processed_logprobs" in door.abilities.cannot[name]
+
+
+async def test_prompts_find_what_the_cache_has_under_their_own_salt_alone(door: ServerDoor, server: Server) -> None:
+    prompt = list(range(50, 90))  # of this test alone
+    hits = []
+    for index, salt in enumerate(("a", "b", "", "a")):
+        before = server.metric("vllm:prefix_cache_hits_total")
+        told = await tell(door, replace(new_ask(f"salted{index}", 2, prompt), cache_salt=salt))
+        assert len(told.token_ids) == 2
+        hits.append(server.metric("vllm:prefix_cache_hits_total") - before)
+    assert hits == [0, 0, 0, 32]
 
 
 async def test_a_bias_reaches_the_server(door: ServerDoor) -> None:

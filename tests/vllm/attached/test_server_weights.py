@@ -70,10 +70,18 @@ def writes_of(model: Path, seed: int) -> dict[str, Any]:
     return {name: (None, values.reshape(-1).view(np.uint32)) for name, values in random_tensors(model, seed).items()}
 
 
-async def tell(door: ServerDoor, request_id: str, **sampling: Any) -> tuple[list[int], list[float], int]:
+async def tell(
+    door: ServerDoor, request_id: str, *, salt: str = "", **sampling: Any
+) -> tuple[list[int], list[float], int]:
     """Tokens, log-probabilities, and how many of the prompt's tokens were found in the prefix cache."""
     options = {"temperature": 0.0, **sampling}
-    ask = Ask(request_id=request_id, input_ids=PROMPT, token_count_max=COUNT, sampling=Sampling(**options))
+    ask = Ask(
+        request_id=request_id,
+        input_ids=PROMPT,
+        token_count_max=COUNT,
+        sampling=Sampling(**options),
+        cache_salt=salt,
+    )
     token_ids, logprobs = [], []
     async for chunk in door.stream(ask):
         token_ids += chunk.token_ids
@@ -109,6 +117,7 @@ async def test_deltas_are_written_in_place_and_old_prefixes_are_forgotten(
         assert told[2] == 0
         assert_made_by(torch_model, models[version], told)
     assert (await tell(door, "again"))[2] == 64
+    assert [(await tell(door, f"salted{index}", salt=salt))[2] for index, salt in enumerate("aba")] == [0, 0, 64]
     mirror = Mirror.create(door.facts.layout)
     await door.read(mirror)
     for name, (_, bits) in writes_of(models[2], 2).items():

@@ -225,6 +225,7 @@ class TransformersEngine:
             sampling=sampling,
             stop_ids=stop_ids,
             matcher=matcher,
+            cache_salt=request.cache_salt,
             arrived_at_s=self._clock.now_s(),
         )
         return admission, is_over(request, stop_ids, matcher, room)

@@ -9,6 +9,7 @@
   says otherwise). Requests that kept theirs through a commit never offer them: `_stale_ids` says who they are.
   Forgetting the hashes alone would not do, because the library hashes a request's old blocks again when it fills its
   next one.
+  Prompts are hashed with their request's salt, so that those of other salts are never found.
 - A request whose logits are no numbers ends with an error; the others go on.
 - A request whose KV is computed again goes the library's own way of those that were evicted: all its tokens become the
   prompt of an equal one, which keeps their log-probabilities.
@@ -20,9 +21,12 @@ Leans on private pieces of transformers 5.23; the engine's contract tests fail i
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -414,14 +418,18 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
 
         def register_fresh_blocks(state: Any, complete_blocks: dict[str, int]) -> None:
             if state.request_id not in stale_ids:
-                register(processor.cache, state, complete_blocks)
+                tokens = self._salted(state.request_id, state.initial_tokens + state.generated_tokens)
+                hashed = SimpleNamespace(
+                    request_id=state.request_id, status=state.status, initial_tokens=tokens, generated_tokens=[]
+                )
+                register(processor.cache, hashed, complete_blocks)
 
         match = type(processor.cache).search_prefix_match  # not its own: this runs again for the same cache
 
         def count_matches(request_id: str, prompt_ids: list[int]) -> int:
             if self._admitted[request_id].reads_all:
                 return 0
-            found: int = match(processor.cache, request_id, prompt_ids)
+            found: int = match(processor.cache, request_id, self._salted(request_id, prompt_ids))
             if len(prompt_ids) == len(self._admitted[request_id].input_ids):  # else it is read again, with its tokens
                 self.cached_token_count += found
             return found
@@ -429,6 +437,17 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         processor.cache.mark_complete_blocks = register_fresh_blocks
         processor.cache.search_prefix_match = count_matches
         return processor
+
+    def _salted(self, request_id: str, tokens: list[int]) -> list[int]:
+        """Return a request's tokens as they are hashed; every block's hash holds those before it, so the first counts.
+
+        Tokens have few of their 31 bits: that two salts differ in those alone is as likely as that hashes are equal.
+        """
+        salt = self._admitted[request_id].cache_salt
+        if not salt:
+            return tokens
+        words = struct.unpack("<8I", hashlib.sha256(salt.encode()).digest())
+        return [*(token ^ (word & 0x7FFFFFFF) for token, word in zip(tokens, words, strict=False)), *tokens[8:]]
 
 
 class _Collector(OutputRouter):  # type: ignore[misc]

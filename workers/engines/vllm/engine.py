@@ -192,6 +192,7 @@ class VllmEngine:
             token_count_max=min(sampling.max_tokens - request.prior_ids.size, facts.context_tokens_max - ids.size),
             sampling=sampling,
             stop_ids=(*sampling.stop_ids, *self._more_stops(sampling, matcher)),
+            cache_salt=request.cache_salt,
         )
         return OpenRequest(ask=ask, matcher=matcher)
 

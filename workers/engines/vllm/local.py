@@ -5,8 +5,9 @@
   only while this process computes nothing with torch; it never does. Where CUDA is used it is spawned, and its workers
   by it: this process has threads, and a driver that was loaded does not survive a fork.
 - Output of vLLM and its children goes to the log file, if there is one.
-- Prefixes are told apart by a salt, which vLLM hashes into a prompt's first block and so into all that follow: requests
-  that keep their KV cache through a commit go on filling blocks under the old one, which no new request has.
+- A salt tells prefixes apart, which vLLM hashes into a prompt's first block and so into all that follow. It is the
+  request's own, and counts commits: requests that keep their KV cache through one go on filling blocks under the old
+  salt, which no new request has.
 - Not yet run on a GPU.
 """
 
@@ -79,7 +80,7 @@ class LocalDoor:
         self._facts: ModelFacts | None = None
         self._page: Page | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._salt = 0  # of requests that begin now; 0: none
+        self._commit_count = 0  # after which prefixes were to be forgotten
 
     @property
     def facts(self) -> ModelFacts:
@@ -217,7 +218,7 @@ class LocalDoor:
     async def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
         from vllm.inputs import tokens_input
 
-        prompt = tokens_input(prompt_token_ids=ask.input_ids, cache_salt=str(self._salt) if self._salt else None)
+        prompt = tokens_input(prompt_token_ids=ask.input_ids, cache_salt=f"{self._commit_count}.{ask.cache_salt}")
         is_told_more = bool(ask.sampling.logprobs) or ask.sampling.prompt_logprobs is not None
         marks: list[tuple[int, int]] = []
         starts: Sequence[tuple[str, int]] | None = None
@@ -369,7 +370,7 @@ class LocalDoor:
     async def forget_prefixes(self, turns: TurnsAtCommit) -> None:
         """Blocks of an older salt are never found again; vLLM takes them when it needs room."""
         if turns == "keep":
-            self._salt += 1
+            self._commit_count += 1
             return
         with translated(self._config.log_path, "vLLM did not drop its KV cache"):
             await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)

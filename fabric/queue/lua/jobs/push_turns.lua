@@ -1,31 +1,40 @@
--- push_turns(agent, then per turn: trajectory_id, fence, turn_id, job)
+-- push_turns(agent, then per turn: trajectory_id, fence, turn_id, turn_count_max, job)
 -- Ask for turns of trajectories that this agent holds. A turn's fences go on from its trajectory's, so that no number
--- is ever used twice, whatever is tried again.
+-- is ever used twice, whatever is tried again. A trajectory has the turns from 0 to turn_count_max - 1 and no others,
+-- however many agents have held it: what each of them counted for itself ends with it.
 -- Returns per turn 1 pushed · 2 under way since an earlier agent: its result now comes here ·
--- 3 settled already: its result is in the inbox · 0 the trajectory's claim is lost (nothing written)
+-- 3 settled already: its result is in the inbox · 0 the trajectory's claim is lost (nothing written) ·
+-- -1 it is none of the trajectory's turns (nothing written)
 -- keys shard.turn_agent shard.turn_result trajectory.record turn.bell turn.job turn.ready turn.record inbox
 -- flags allow-oom
 -- use batch record ring
 local agent = ARGV[1]
 local trajectories, ids = {}, {}
-for i = 2, #ARGV, 4 do
+for i = 2, #ARGV, 5 do
   trajectories[#trajectories + 1], ids[#ids + 1] = ARGV[i], ARGV[i + 2]
 end
 local owners, records = fetch_all(trajectory.record, trajectories), read_records(turn.record, ids)
 
+local function is_turn_of(trajectory_id, id, count_max)
+  local index = tonumber(string.match(string.sub(id, #trajectory_id + 2), '^%d+$'))
+  return index and id == trajectory_id .. '.' .. index and index < tonumber(count_max)
+end
+
 local answer, agents, jobs, fresh = {}, {}, {}, {}
 for n, id in ipairs(ids) do
-  local r = records[id]
+  local r, fence = records[id], ARGV[5 * n - 2]
   answer[n] = 0
-  if is_held(owners[n], ARGV[4 * n - 1], agent) then
+  if is_held(owners[n], fence, agent) and not is_turn_of(trajectories[n], id, ARGV[5 * n]) then
+    answer[n] = -1
+  elseif is_held(owners[n], fence, agent) then
     add_pair(agents, id, agent)
     local result = r and r.state == 'settled' and redis.call('HGET', shard.turn_result, id)
     if not r or (r.state == 'settled' and not result) then -- the latter: somebody took its result away
       answer[n] = 1
-      records[id] = r or new_record(tonumber(ARGV[4 * n - 1]) * FENCES_PER_CLAIM)
+      records[id] = r or new_record(tonumber(fence) * FENCES_PER_CLAIM)
       records[id].state, records[id].worker = 'ready', '-'
       fresh[#fresh + 1] = id
-      add_pair(jobs, id, ARGV[4 * n + 1])
+      add_pair(jobs, id, ARGV[5 * n + 1])
     elseif r.state == 'settled' then
       answer[n] = 3
       redis.call('XADD', inbox, '*', 'id', id, 'result', result)

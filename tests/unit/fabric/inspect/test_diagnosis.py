@@ -18,6 +18,7 @@ from rollfab.fabric.ports.queue import BadRow, Consumer, RunDetails, RunStatus
 from rollfab.fabric.rules.lending.terms import terms
 
 CONFIG = RunConfig(run_id="r1", model="tiny", environment="frozenlake", staleness=1)
+REMOTE = replace(CONFIG, environment="gateway")
 
 
 def info(worker_id: str, role: str, **facts: Any) -> WorkerInfo:
@@ -26,6 +27,7 @@ def info(worker_id: str, role: str, **facts: Any) -> WorkerInfo:
 
 CONTROLLER = info("c1", "controller")
 AGENT = info("a1", "agent", slot_count=64, environments=["frozenlake", "other"])
+GATEWAY = info("g1", "agent", slot_count=64, environments=["gateway"])
 WORKER = info("w1", "dedicated", model="tiny", slot_count=8, run_id="r1", active_version=0)
 SERVING = info("s1", "serving", model="tiny", slot_count=8, pool="chat")
 REWARD = info("j1", "reward")
@@ -173,6 +175,10 @@ CASES: dict[str, tuple[Scene, str]] = {
         scene(None, CONTROLLER, WORKER, replace(AGENT, running_count=64), leases=HELD, others=(OTHER,)),
         "all 64 places for environments are taken, run 'r1' has none of them: r2 runs there",
     ),
+    "for_session": (
+        scene(status(config=REMOTE), CONTROLLER, WORKER, GATEWAY, leases=HELD),
+        "4 trajectories of run 'r1' wait for somebody to open a session at a gateway",
+    ),
     "no_reward_worker": (
         scene(status(0, 0, 5, config=REWARDED), *ALL, leases=HELD),
         "5 rollouts of run 'r1' wait for reward function 'judge', and no reward worker is connected",
@@ -290,6 +296,14 @@ def test_a_worker_that_fell_silent_is_gone_and_one_whose_lease_has_ended_has_non
 def test_one_task_that_fails_beside_many_that_run_is_not_every_attempt() -> None:
     run = status(0, 200, claimed=60, trajectories_failed=8)
     assert codes(diagnose(scene(run, *ALL, leases=HELD), "r1")) == ["moves"]
+
+
+def test_a_run_of_sessions_moves_while_one_is_open_and_without_a_gateway_is_told_to_start_one() -> None:
+    opened = scene(status(3, 1, config=REMOTE), CONTROLLER, WORKER, GATEWAY, leases=HELD)
+    assert codes(diagnose(opened, "r1")) == ["moves"]
+    for agents in ((), (AGENT,)):
+        (found,) = diagnose(scene(status(config=REMOTE), CONTROLLER, WORKER, *agents, leases=HELD), "r1")
+        assert found.kind == "stuck" and "`rollfab gateway" in found.step
 
 
 def test_foreign_texts_are_cut_and_without_control_characters() -> None:

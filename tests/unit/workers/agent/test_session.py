@@ -17,7 +17,15 @@ from rollfab.fabric.chat.choice import FREE, ToolChoice
 from rollfab.fabric.chat.conversation import Ask, Conversation
 from rollfab.fabric.chat.template import ChatTemplate
 from rollfab.fabric.contract.clock import SystemClock
-from rollfab.fabric.contract.errors import ClaimLost, EngineError, EngineUnsupported, InputError, QueueFull, RunUnknown
+from rollfab.fabric.contract.errors import (
+    ClaimLost,
+    EngineError,
+    EngineUnsupported,
+    EnvironmentFailed,
+    InputError,
+    QueueFull,
+    RunUnknown,
+)
 from rollfab.fabric.contract.records import Group, Lease, Rollout, RunConfig, TurnJob
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
@@ -487,6 +495,28 @@ async def test_turns_are_bounded_and_so_are_calls_at_once(monkeypatch: pytest.Mo
         assert content(await session.ask(Call(messages=[user("c")]))) == ["c/2"]
 
 
+async def test_turns_that_an_earlier_life_asked_for_count_though_nobody_knew_of_them() -> None:
+    # Given a gateway that was lost with all three turns under way
+    gateway = Gateway(turn_count_max=3)
+    await gateway.begin()
+    gateway.policy = None
+    async with gateway.up("a1") as desk:
+        session = (await opened(desk)).session
+        asking = [asyncio.create_task(session.ask(Call(messages=[user(text)]))) for text in "abc"]
+        await until(lambda: len(gateway.jobs) == 3)
+    await asyncio.gather(*asking, return_exceptions=True)
+    async with gateway.up("a2") as desk:
+        # When the session goes on elsewhere, before they are made, with another call
+        session = (await opened(desk)).session
+        gateway.policy = echo
+        with pytest.raises(QueueFull, match="may ask for 3 completions in all") as over:
+            await session.ask(Call(messages=[user("d")]))
+        # Then the run's limit holds, and what was made is there
+        assert over.value.facts["is_final"] is True
+        assert content(await session.ask(Call(messages=[user("b")]))) == ["b/1"]
+    assert len(gateway.jobs) == 3
+
+
 async def test_an_engine_that_refuses_or_fails_is_told_of_and_may_be_asked_again() -> None:
     gateway = Gateway()
     await gateway.begin()
@@ -512,7 +542,7 @@ async def test_a_session_ends_with_calls_and_a_reward_or_says_why_it_failed() ->
     await gateway.begin()
     async with gateway.up() as desk:
         session = (await opened(desk)).session
-        with pytest.raises(InputError, match="no call to the model"):
+        with pytest.raises(InputError, match="without a call to the model"):
             await session.end()
         await session.ask(Call(messages=[user("hi")]))
         with pytest.raises(InputError, match="no reward"):
@@ -552,6 +582,17 @@ async def test_who_lost_the_answer_to_its_end_may_ask_again_how_it_ended(monkeyp
         assert await desk.find_recorded(lost.key) is not None and await desk.find_recorded(good.key) is None
 
 
+async def test_an_end_that_is_repeated_while_it_is_recorded_is_one_end() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        await session.ask(Call(messages=[user("hi")]))
+        session.reward(1)
+        await asyncio.gather(session.end(), session.end())
+        assert len((await gateway.group()).rollouts) == 1
+
+
 async def test_an_end_that_was_not_recorded_is_not_said_to_be() -> None:
     gateway = Gateway()
     await gateway.begin()
@@ -586,6 +627,66 @@ async def test_a_silent_session_fails_and_its_trajectory_is_tried_again(monkeypa
         await until(lambda: desk.find(one.key) is None)
         again = await opened(desk)
     assert (again.session.facts.session_id, again.session.facts.attempt) == ("g.0", 1)
+
+
+async def test_a_session_is_not_silent_while_its_call_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module.AgentSession.__init__, "__kwdefaults__", {"idle_s_max": 0.05})
+    render, may_go_on = session_module.AgentSession._ask, asyncio.Event()
+
+    async def rendered_late(self: session_module.AgentSession, call: Call) -> Ask:
+        await may_go_on.wait()
+        return await render(self, call)
+
+    monkeypatch.setattr(session_module.AgentSession, "_ask", rendered_late)
+    gateway = Gateway()
+    await gateway.begin(2)
+    async with gateway.up() as desk:
+        # Given a session whose call is rendered for longer than it may be silent: a later one has ended meanwhile
+        busy = (await opened(desk)).session
+        asking = asyncio.create_task(busy.ask(Call(messages=[user("hi")])))
+        silent = await opened(desk)
+        await until(lambda: desk.find(silent.key) is None)
+        # Then it gets its answer
+        may_go_on.set()
+        assert content(await asking) == ["hi/0"]
+
+
+async def test_who_leaves_again_may_come_back_for_as_long_again() -> None:
+    gateway = Gateway()
+    await gateway.begin()
+    gateway.policy = None
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        assert isinstance(session, session_module.AgentSession)
+        timers = []
+        for _ in range(2):
+            asking = asyncio.create_task(session.ask(Call(messages=[user("hi")])))
+            await until(lambda: any(given.taker_count for calls in session._given.values() for given in calls))
+            asking.cancel()
+            await asyncio.wait([asking])
+            ((given,),) = session._given.values()
+            timers.append(given.giving_up)
+        first, second = timers
+        assert first is not None and second is not None
+        assert first.cancelled() and not second.cancelled()
+
+
+async def test_a_session_without_an_answer_says_what_its_last_call_was_refused_with() -> None:
+    gateway = Gateway(attempt_count_max=1)
+    await gateway.begin()
+    async with gateway.up() as desk:
+        session = (await opened(desk)).session
+        session.reward(1)
+        with pytest.raises(InputError, match="without a call to the model"):
+            await session.end()
+        session.note_refusal("400 invalid_request: there is no field 'tempature'")
+        with pytest.raises(InputError, match="its last call was refused with 400 invalid_request: there is no field"):
+            await session.end()
+        assert isinstance(session, session_module.AgentSession)
+        with pytest.raises(EnvironmentFailed, match=r"without an answer of the model: .* 400 invalid_request: there"):
+            session.record()
+        await session.ask(Call(messages=[user("hi")]))
+        await session.end()
 
 
 async def test_a_trajectory_is_claimed_only_where_somebody_opens_a_session() -> None:

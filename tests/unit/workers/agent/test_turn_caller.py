@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.fabric.contract.errors import BrokerError, ClaimLost
+from rollfab.fabric.contract.errors import BrokerError, ClaimLost, QueueFull
 from rollfab.fabric.contract.records import NO_LOGPROBS, Sampling, TrajectoryJob, TurnJob, TurnResult
 from rollfab.fabric.host.helpers import Helpers
-from rollfab.fabric.ports.queue import TrajectoryClaim, TurnPush
+from rollfab.fabric.ports.queue import NotPushed, TrajectoryClaim, TurnPush
 from rollfab.workers.agent.episode import TurnCaller
 from rollfab.workers.agent.slots import Quarantine
 
@@ -28,23 +28,23 @@ def claim_of(fence: int) -> TrajectoryClaim:
 
 
 class Turns:
-    """A broker that answers each turn at once, unless it is away, or the turn's trajectory is in `lost`."""
+    """A broker that answers each turn at once, unless it is away, or the turn is in `refused`."""
 
     def __init__(self) -> None:
         self.pushes: list[list[TurnPush]] = []
-        self.lost: list[str] = []
+        self.refused: dict[str, NotPushed] = {}
         self.is_away = False
         self._inbox: asyncio.Queue[TurnResult] = asyncio.Queue()
 
-    async def push(self, agent_id: str, pushes: list[TurnPush]) -> list[str]:
+    async def push(self, agent_id: str, pushes: list[TurnPush]) -> list[NotPushed | None]:
         if self.is_away:
             raise BrokerError("away")
         self.pushes.append(pushes)
-        for name in [push.job.turn_id for push in pushes if push.trajectory_id not in self.lost]:
+        for name in [push.job.turn_id for push in pushes if push.job.turn_id not in self.refused]:
             self._inbox.put_nowait(
                 TurnResult(turn_id=name, finish_reason="stop", spans=(), completion_ids=IDS, logprobs=NO_LOGPROBS)
             )
-        return self.lost
+        return [self.refused.get(push.job.turn_id) for push in pushes]
 
     async def results(self, agent_id: str, timeout_s: float) -> list[TurnResult]:
         return [await self._inbox.get()]
@@ -61,10 +61,21 @@ def caller(turns: Any) -> TurnCaller:
 
 
 async def test_an_episode_whose_claim_is_lost_is_told_when_it_asks(turns: Turns, caller: TurnCaller) -> None:
-    turns.lost = ["g.0"]
+    turns.refused = {"g.0.0": "lost"}
     async with Helpers(caller.push()), asyncio.timeout(30):
         with pytest.raises(ClaimLost, match="is held by someone else"):
             await caller.ask(claim_of(1), job_of("g.0.0"))
+
+
+async def test_a_turn_above_their_number_is_told_to_who_asks_and_takes_no_other_with_it(
+    turns: Turns, caller: TurnCaller
+) -> None:
+    turns.refused = {"g.0.1": "over"}
+    async with Helpers(caller.push(), caller.receive()), asyncio.timeout(30):
+        asked = [caller.ask(claim_of(1), job_of(name)) for name in ("g.0.0", "g.0.1")]
+        first, second = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(first, TurnResult) and isinstance(second, QueueFull)
+    assert second.facts["is_final"] is True
 
 
 async def test_turns_asked_for_in_one_round_of_the_loop_go_in_one_call(turns: Turns, caller: TurnCaller) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from rollfab.fabric.contract.errors import EngineError
-from tests.support.queue.played_worker import WORKER, Stage
+from tests.support.queue.played_worker import RUN, WORKER, Stage
 from tests.support.until import until
 
 
@@ -82,6 +84,19 @@ async def test_a_worker_that_is_stopped_gives_turns_back_with_their_tokens() -> 
     assert stage.ready == sorted(names)
     assert {len(log.completion_ids) for log in stage.logs.values()} == {3}
     assert WORKER not in stage.fabric.tables.workers
+
+
+@pytest.mark.parametrize(("prefix_cache", "salt_count"), [("run", 1), ("trajectory", 2)])
+async def test_turns_share_kv_cache_within_their_run_or_their_trajectory(prefix_cache: str, salt_count: int) -> None:
+    # Given turns of two trajectories
+    stage = Stage(dataclasses.replace(RUN, prefix_cache=prefix_cache))
+    await stage.ask(2)
+    await stage.lease(1, 2)
+    # When a worker begins them
+    async with stage.worker():
+        await until(lambda: len(stage.engine.salts) == 2)
+    # Then
+    assert len(set(stage.engine.salts.values())) == salt_count and all(stage.engine.salts.values())
 
 
 async def test_a_turn_that_the_engine_refuses_ends_as_an_error() -> None:

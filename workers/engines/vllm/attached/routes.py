@@ -90,7 +90,7 @@ class GenerateRoute:
     ) -> dict[str, Any]:
         """Make the body to send."""
         parameters = {**_parameters(ask, token_count_max, seed, stream_interval), "detokenize": False}
-        return {"token_ids": input_ids, "sampling_params": parameters, **_STREAMED}
+        return {"token_ids": input_ids, "sampling_params": parameters, **_salt(ask), **_STREAMED}
 
     def piece(self, event: Mapping[str, Any], ask: Ask) -> Piece:
         """Read an event."""
@@ -115,7 +115,7 @@ class CompletionsRoute:
     ) -> dict[str, Any]:
         """Make the body to send."""
         own = {"model": self._model, "prompt": input_ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        return {**own, **_parameters(ask, token_count_max, seed, stream_interval), **_STREAMED}
+        return {**own, **_parameters(ask, token_count_max, seed, stream_interval), **_salt(ask), **_STREAMED}
 
     def piece(self, event: Mapping[str, Any], ask: Ask) -> Piece:
         """Read an event."""
@@ -150,6 +150,11 @@ def _parameters(ask: Ask, token_count_max: int, seed: int | None, stream_interva
         "stream_interval": stream_interval,
     }
     return {**NEUTRAL, **given, **({} if seed is None else {"seed": seed})}
+
+
+def _salt(ask: Ask) -> dict[str, str]:
+    """The server refuses an empty one."""
+    return {"cache_salt": ask.cache_salt} if ask.cache_salt else {}
 
 
 def _cached_token_count(event: Mapping[str, Any]) -> int | None:

@@ -44,6 +44,7 @@ class Ask:
 
     input_ids: prompt and prior tokens; the last `prior_count` of them are prior. token_count_max: new tokens, at least
     one. stop_ids: all tokens that end it; its stop texts are looked for by whoever asks.
+    cache_salt: of its prefixes; "": none.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class Ask:
     sampling: Sampling
     prior_count: int = 0
     stop_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
