@@ -8,7 +8,7 @@ from typing import Any
 
 from rollfab.fabric.contract.ids import group_of
 from rollfab.fabric.contract.records import DeadLetter, Rollout
-from rollfab.fabric.ports.queue import GroupPush, Reaped, TrajectoryClaim, TurnPush
+from rollfab.fabric.ports.queue import GroupPush, NotPushed, Reaped, TrajectoryClaim, TurnPush
 from rollfab.fabric.queue.trajectories import CLAIM_MS
 from rollfab.fabric.rules.queue.retries import BLAME_COUNT_MAX, GIVEN_UP, SUSPECT_LOSS_COUNT
 from tests.sim.checks.check_turns import TurnChecker
@@ -102,9 +102,12 @@ class TrajectoryChecker:
             self._held(name, worker_id, claim.fence, "saved").renewed_s = self._facts.now_s()
             self.trajectories[name].snapshot = snapshot
 
-    def turns_push(self, process: Process, lost: list[str], agent_id: str, pushes: Sequence[TurnPush]) -> None:
-        for push in pushes:
-            if push.trajectory_id not in lost:
+    def turns_push(
+        self, process: Process, answers: list[NotPushed | None], agent_id: str, pushes: Sequence[TurnPush]
+    ) -> None:
+        for push, why_not in zip(pushes, answers, strict=True):
+            require(why_not != "over", f"turn {push.job.turn_id}: refused, as if the trajectory had had all its turns")
+            if why_not is None:
                 self._held(push.trajectory_id, agent_id, push.fence, "given a turn")
 
     def trajectories_settle(

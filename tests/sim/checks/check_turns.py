@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollfab.fabric.contract.records import Float32, Int32, Span, TokenLog, TurnJob, TurnResult
-from rollfab.fabric.ports.queue import Exchange, TurnClaim, TurnProgress, TurnPush, TurnSettle
+from rollfab.fabric.ports.queue import Exchange, NotPushed, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.queue.turns import CLAIM_MS
 from tests.sim.checks.checkers import Facts, Hold, check_taken_over, require
 from tests.sim.policy import context_of, ending, extend, next_token
@@ -40,12 +40,11 @@ class TurnChecker:
 
     # ---- what is seen
 
-    def turns_push(self, process: Process, lost: list[str], agent_id: str, pushes: Sequence[TurnPush]) -> None:
-        for push in pushes:
-            # Lost ones are named by their trajectory. Two fences of it in one call: one may be good.
-            fences = {each.fence for each in pushes if each.trajectory_id == push.trajectory_id}
-            is_good = push.trajectory_id not in lost or (len(fences) > 1 and push.fence == max(fences))
-            if is_good and push.job.turn_id not in self.turns:
+    def turns_push(
+        self, process: Process, answers: list[NotPushed | None], agent_id: str, pushes: Sequence[TurnPush]
+    ) -> None:
+        for push, why_not in zip(pushes, answers, strict=True):
+            if why_not is None and push.job.turn_id not in self.turns:
                 self.turns[push.job.turn_id] = Turn(push.job)
                 self._facts.note(process.name, "turn.push", push.job.turn_id, f"{len(push.job.prompt_ids)} tokens")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,8 @@ def test_flash_kernels_are_asked_for_only_in_a_dtype_that_they_take(
         lambda name, dtype, device: load_model(name, dtype, "cpu"),
     )
     monkeypatch.setattr(
-        "rollfab.workers.engines.transformers.loop.EngineLoop", lambda model, options, deliver: given.append(options)
+        "rollfab.workers.engines.transformers.loop.EngineLoop",
+        lambda model, options, deliver: given.append(options) or SimpleNamespace(has_experts=False),
     )
     TransformersEngine(TransformersConfig(device="cuda:0", dtype=dtype))._build(lambda ended: None)
     assert given[0].may_use_flash is may_use_flash
