@@ -3,7 +3,7 @@
     name                dtype, shape of its rows   of
     top_ids             int32 (k,)                 tokens made: the likeliest tokens there, likeliest first; -1: fewer
     top_logprobs        float32 (k,)               their log-probabilities, as `logprobs`; -inf where top_ids is -1
-    kept_ids            int32 ()                   tokens made: all that top_p, top_k and min_p left, by id; ragged
+    kept_ids            int32 ()                   tokens made: what top_p and the like left, ragged; none: all
     prompt_logprobs     float32 ()                 tokens read: what the model gives them; NaN: the first of a context
     prompt_top_ids      int32 (k,)                 tokens read: the likeliest there, as top_ids
     prompt_top_logprobs float32 (k,)               their log-probabilities

@@ -44,7 +44,7 @@ def context_of(
 
     Raises:
         EngineUnsupported: no other attempt would do better here: its sampling asks for one of these, or is none, or its
-            prompt fills the context.
+            prompt fills the context, or has ids that the model has not.
         EngineError: nothing can follow them in this engine, or they are not of its vocabulary.
     """
     _check_sampling(request, vocabulary_size)
@@ -77,7 +77,10 @@ def context_of(
         most = f"{TURN_SIDES_BYTES_MAX // (4 * (1 + 2 * count)):,} tokens of prompt"
         raise _refused(request, "prompt_logprobs", count, f"with it at most {most}, and this one has {ids.size:,}")
     if ids.min() < 0 or ids.max() >= vocabulary_size:
-        raise EngineError(
+        # prior tokens are an engine's, and another attempt makes others; a prompt stays what it is
+        own = request.prompt_ids
+        error = EngineUnsupported if own.size and (own.min() < 0 or own.max() >= vocabulary_size) else EngineError
+        raise error(
             f"request {request.request_id!r} has token ids from {ids.min()} to {ids.max()}, the model knows 0 to"
             f" {vocabulary_size - 1}: use the model's own tokenizer",
             request_id=request.request_id,

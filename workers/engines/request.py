@@ -115,7 +115,7 @@ class Told:
         self._top[place:] = [(ids, logprobs)]
 
     def note_kept(self, place: int, ids: Int32) -> None:
-        """Note all tokens that could be drawn at `place`: int32 (n,)."""
+        """Note all tokens that could be drawn at `place`: int32 (n,); none: nothing was cut off."""
         self.kept_count += len(ids) - sum(map(len, self._kept[place:]))
         self._kept[place:] = [ids]
 

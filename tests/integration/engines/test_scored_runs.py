@@ -11,13 +11,15 @@ from tests.integration.gateway.exactness import check_exact
 from tests.support.processes.fabric_processes import Processes, processes
 
 pytest.importorskip("torch")
+LAKE = "rollfab.workers.environments.games.frozenlake:FrozenLake"
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
 
 
 @pytest.fixture(scope="module")
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     with processes(tmp_path_factory.mktemp("scored")) as fabric:
-        fabric.start_roles(agent=("--environment", "score=rollfab.workers.environments.score:Score"))
+        worlds = ("score=rollfab.workers.environments.score:Score", f"lake={LAKE}")
+        fabric.start_roles(agent=tuple(word for world in worlds for word in ("--environment", world)))
         yield fabric
 
 
@@ -45,3 +47,19 @@ def test_a_task_without_ids_is_a_dead_letter_that_says_so(fabric: Processes) -> 
     letters = {name: letter.reason for name, letter in fabric.dead_letters(run).items()}
     assert 'the task has no "ids"' in letters["none.0"]
     assert all("its ids are other than token ids" in letters[name] for name in ("below.0", "half.0"))
+
+
+def test_what_no_turn_read_of_a_last_observation_is_minus_infinity(fabric: Processes) -> None:
+    """Given a world cut off after two turns, then what it said first was read, and what it said last was not."""
+    sampling = {"prompt_logprobs": 0, "logit_bias": {5: 100.0}}  # a space: no move, so the episode goes on
+    run = fabric.new_run("cut", "lake", is_lively=True, turn_count_max=2, sampling=sampling)
+
+    run.submit([{"seed": 0}], group_size=1)
+
+    (group,) = fabric.collect(run, 1, 60.0)
+    (rollout,) = group.rollouts
+    (branch,) = rollout.branches()
+    told = branch.side("prompt_logprobs")
+    assert rollout.finish_reason == "turns"
+    assert branch.completion_mask.tolist() == [1, 0, 1, 0] and told is not None
+    assert np.isfinite(told[1]) and np.isneginf(told[3])

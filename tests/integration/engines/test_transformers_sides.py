@@ -56,11 +56,12 @@ async def test_likeliest_and_kept_tokens_are_those_of_the_distribution_drawn_fro
     engine = await started()
     cut = Sampling(max_tokens=24, temperature=0.8, top_p=0.7, top_k=9, logprobs=12, kept_tokens=True, seed=3)
     plain = Sampling(max_tokens=24, logprobs=3, kept_tokens=True)
+    wide = Sampling(max_tokens=24, logprobs=3, top_k=10**6, kept_tokens=True)
     greedy = Sampling(max_tokens=24, temperature=0, top_p=0.5, logprobs=3, kept_tokens=True)
 
-    made = await run(engine, *(ask(str(index), each) for index, each in enumerate((cut, plain, greedy))))
+    made = await run(engine, *(ask(str(index), each) for index, each in enumerate((cut, plain, greedy, wide))))
 
-    for generation, sampling in zip(made, (cut, plain, greedy), strict=True):
+    for generation, sampling in zip(made, (cut, plain, greedy, wide), strict=True):
         logits = plain_logits("tiny", engine.weight_bits(), PROMPT, generation.completion_ids)
         truth = shaped_logprobs(logits, PROMPT, generation.completion_ids, sampling)
         top = -np.sort(-truth, axis=-1)[:, : sampling.logprobs]
@@ -74,6 +75,8 @@ async def test_likeliest_and_kept_tokens_are_those_of_the_distribution_drawn_fro
             assert [each.tolist() for each in kept if each is not None] == [
                 np.flatnonzero(np.isfinite(row)).tolist() for row in truth
             ]
+        elif sampling is wide:
+            assert [None if each is None else each.tolist() for each in kept] == [[]] * 24, "nothing was cut off"
         else:
             assert set(map(type, kept)) == {type(None)}, "nothing is cut, so nothing is said"
     await engine.close()
@@ -125,11 +128,13 @@ async def test_what_grows_too_large_or_cannot_be_told_is_refused(monkeypatch: py
     engine = await started()
     with pytest.raises(EngineUnsupported, match=r"routed_experts, which .* its model has none"):
         engine.generate(ask("experts", Sampling(routed_experts=True)))
+    with pytest.raises(EngineUnsupported, match="token ids from 5 to 104, the model knows 0 to 103"):
+        engine.generate(ask("beyond", Sampling(), prompt_ids=np.array([5, 104], np.int32)))
     monkeypatch.setattr("rollfab.workers.engines.admission.TURN_SIDES_BYTES_MAX", 4 * 41 * 39)
     with pytest.raises(EngineUnsupported, match="at most 39 tokens of prompt, and this one has 40"):
         engine.generate(ask("long", Sampling(prompt_logprobs=20)))
     monkeypatch.setattr("rollfab.workers.engines.request.KEPT_ID_COUNT_MAX", 1000)
-    wide = Sampling(max_tokens=200, min_p=1e-9, temperature=100, kept_tokens=True)
+    wide = Sampling(max_tokens=200, top_k=103, kept_tokens=True)
     refused, fine = await run(engine, ask("wide", wide), ask("fine", Sampling(max_tokens=20)))
     assert refused.finish_reason == "refused" and "cut more" in (refused.error or "")
     assert fine.finish_reason == "length"

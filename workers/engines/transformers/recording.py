@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ....fabric.contract.records import NO_IDS
 from ..request import Admission
 
 EXPERT_COUNT_MAX = 256  # whose numbers fit a byte
@@ -50,7 +51,8 @@ def note_made(logits_N_V: torch.Tensor, rows: Iterable[Made]) -> None:
             logs_V = torch.log_softmax(logits_V / (sampling.temperature or 1.0), dim=-1)
             told.note_top(each.place, *_likeliest(logs_V, sampling.logprobs))
         if sampling.keeps_some:
-            told.note_kept(each.place, logits_V.isfinite().nonzero().flatten().int().cpu().numpy())
+            left = logits_V.isfinite().nonzero().flatten().int().cpu().numpy()
+            told.note_kept(each.place, left if len(left) < len(logits_V) else NO_IDS)
 
 
 def note_read(logits_E_V: torch.Tensor, rows: Iterable[Read]) -> None:
