@@ -174,7 +174,7 @@ class Life:
             prompt = np.full(4, len(held.tokens), np.int32)
             turn = TurnJob(turn_id=name, agent_id="agent", sampling=Sampling(max_tokens=1), prompt_ids=prompt)
             push = TurnPush(trajectory_id=job.trajectory_id, fence=held.claim.fence, job=turn)
-            if not await self._turns.push("agent", [push]):
+            if not any(await self._turns.push("agent", [push])):
                 return
         else:
             await self._trajectories.settle(held.claim, rollout_of(held), is_scored=True)
