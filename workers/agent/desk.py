@@ -17,13 +17,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ...fabric.contract.errors import EnvironmentFailed, FabricError, QueueFull, RunUnknown
+from ...fabric.contract.errors import BrokerError, EnvironmentFailed, FabricError, QueueFull, RunUnknown
 from ...fabric.ports.sessions import KEY_BYTES, KEY_PREFIX, REMOTE, Opened, SessionFacts
 from ..environments.base import Access, Environment, Observation, Played, Step
 from ..environments.registry import NO_OPTIONS, Registry
 from .session import AgentSession
 
-NEW_RUN_S = 2.0  # within which a run that was just made is known to this process
+RUNS_READ_S = 10.0  # within which the runs are read twice, unless the broker is away
 PLAY_COUNT_MAX = max(8, 8 * (os.cpu_count() or 1))  # a process with the openai package holds 80 MB
 OVER_COUNT_MAX = 256  # sessions that were ended, and whose clients may ask again how
 UNTAKEN_S = 20.0  # for which a claimed trajectory waits for somebody to open it, after who asked for it has gone
@@ -57,6 +57,7 @@ class Desk:
         self._sessions: dict[str, AgentSession] = {}  # by the key's hash
         self._over: OrderedDict[str, Callable[[], Awaitable[SessionFacts | None]]] = OrderedDict()  # the last ones
         self._runs: set[str] = set()
+        self._reading_count = 0  # how often the runs were read
         self._followed = asyncio.Event()
         self._asking: Counter[str] = Counter()  # by run: who waits in `open`
         self._taken: Counter[str] = Counter()
@@ -99,6 +100,7 @@ class Desk:
     def follow(self, run_ids: set[str]) -> None:
         """Take note of the runs that there are."""
         self._runs = run_ids
+        self._reading_count += 1
         self._followed.set()
 
     def wanted(self, run_id: str) -> int:
@@ -107,7 +109,7 @@ class Desk:
 
     async def open(self, run_id: str, *, wait_s: float) -> Opened:
         """Open a session on the next trajectory of a run; see ports/sessions.py."""
-        await self._known(run_id, min(wait_s, NEW_RUN_S))
+        await self._known(run_id)
         self._asking[run_id] += 1
         self.on_asked()
         try:
@@ -125,18 +127,27 @@ class Desk:
             self._asking[run_id] -= 1
         return self._untaken[run_id].popleft().take()
 
-    async def _known(self, run_id: str, wait_s: float) -> None:
-        """Wait until a run is known here: one that was just made may not be yet. Raises RunUnknown."""
+    async def _known(self, run_id: str) -> None:
+        """Wait until a run is known here, or until it is certain that there is none, however short the caller's wait.
+
+        Raises:
+            RunUnknown: there is no such run: a second reading of the runs ended, which began after this call.
+            BrokerError: the runs could not be read.
+        """
+        enough = self._reading_count + 2  # the first may have been under way as the run was made
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while run_id not in self._runs:
+            async with asyncio.timeout(RUNS_READ_S):
+                while run_id not in self._runs and self._reading_count < enough:
                     self._followed.clear()
                     await self._followed.wait()
-        if run_id not in self._runs:
-            raise RunUnknown(
-                f"there is no run {run_id!r:.80} whose environment is {REMOTE!r}: its trainer creates it so",
-                run_id=run_id,
-            )
+        if run_id in self._runs:
+            return
+        if self._reading_count < enough:
+            raise BrokerError(f"whether there is a run {run_id!r:.80} could not be read from the broker; ask again")
+        raise RunUnknown(
+            f"there is no run {run_id!r:.80} whose environment is {REMOTE!r}: its trainer creates it so",
+            run_id=run_id,
+        )
 
     async def host(self, key: str) -> Played:
         """Offer a session, and wait until whoever takes it has ended it.
