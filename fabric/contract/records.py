@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from .errors import EnvironmentFailed, FabricError, InputError, WireError
 from .fields import WHOLE_MAX, Bound
-from .limits import NODE_COUNT_MAX, SHARD_COUNT_MAX, SLOT_COUNT_MAX, TURN_COUNT_MAX
+from .images import Image, ImagePlace, check_places, images_of, places_from
+from .limits import IMAGE_COUNT_MAX, NODE_COUNT_MAX, SHARD_COUNT_MAX, SLOT_COUNT_MAX, TURN_COUNT_MAX
 from .sampling import Sampling as Sampling
 from .sampling import sampling_from
 from .sides import Side as Side
@@ -128,11 +129,12 @@ class TrajectoryJob(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnJob(Record):
-    """A turn waiting for a worker: continue `prompt_ids`, the whole context so far."""
+    """A turn waiting for a worker: continue `prompt_ids`, the whole context so far. images: in it, as places."""
 
     KIND: ClassVar[int] = 3
+    SCHEMA: ClassVar[int] = 2  # 1: without images
     ARRAYS: ClassVar[dict[str, str]] = {"prompt_ids": "i4"}
-    NESTED: ClassVar[dict[str, Any]] = {"sampling": sampling_from}
+    NESTED: ClassVar[dict[str, Any]] = {"sampling": sampling_from, "images": places_from}
     ROWS: ClassVar[dict[str, Any]] = {"sampling": Sampling.row}
 
     turn_id: str
@@ -140,6 +142,12 @@ class TurnJob(Record):
     sampling: Sampling
     prompt_ids: Int32
     context_digest: str = ""  # of what led here, by the agent that asks: all tokens, and the rewards so far
+    images: tuple[ImagePlace, ...] = ()
+
+    def _check(self) -> None:
+        check_places(self.images, len(self.prompt_ids), "TurnJob")
+        if len(self.images) > IMAGE_COUNT_MAX:
+            raise WireError(f"TurnJob.images: {len(self.images)} are too many, a context has at most {IMAGE_COUNT_MAX}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +241,11 @@ class Branch:
         """Return a side array, (T, …), or of the prompt, (P, …); filled up as sides.dense says. None: not recorded."""
         places = (-len(self.prompt_ids), 0) if of_prompt else (0, len(self.completion_ids))
         return dense(self.sides, name, *places)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images of prompt and completion, in order. Places as those of sides: below 0 in the prompt."""
+        return images_of(self.sides)
 
     def rows(self, name: str) -> list[NDArray[Any] | None]:
         """Return the rows of a side array for each of completion_ids, which may be ragged; None: not recorded."""

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from ..contract.agreement import Agreement
 from ..contract.ids import NAME
+from ..contract.images import Image
 from ..contract.lease_plan import LeaseChange, LeasePlan
 from ..contract.limits import TURN_COUNT_MAX
 from ..contract.records import (
@@ -34,7 +35,8 @@ from ..contract.sharing import LendSetting, SharingReport
 from ..rules.queue.curve import Curve
 from .weights import WeightStore
 
-NotPushed = Literal["lost", "over"]  # the trajectory's claim is lost; the trajectory has had all its turns
+# The trajectory's claim is lost; the trajectory has had all its turns; the broker lacks images that its job names.
+NotPushed = Literal["lost", "over", "images"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +67,27 @@ class ScoreClaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnClaim:
-    """A rollout worker's hold on one turn. `log`: tokens that earlier claims made."""
+    """A rollout worker's hold on one turn. `log`: tokens that earlier claims made. images: its job's."""
 
     job: TurnJob
     fence: int
     loss: int
     log: TokenLog | None = None
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPush:
-    """An agent asks for a turn of a trajectory that it holds. turn_count_max: see its claim."""
+    """An agent asks for a turn of a trajectory that it holds. turn_count_max: see its claim.
+
+    images: by digest, those of the job that the broker may not have yet; it keeps them until the trajectory ends.
+    """
 
     trajectory_id: str
     fence: int
     job: TurnJob
     turn_count_max: int = TURN_COUNT_MAX
+    images: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

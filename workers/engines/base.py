@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from ...fabric.contract.images import Image
 from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Sampling, Side
 from ...fabric.format.codec import Bits as Bits
 from ...fabric.format.layout import Layout
@@ -29,6 +30,7 @@ class GenerationRequest:
 
     prompt_ids: int32 (P,). prior_ids: int32 (T0,), tokens an earlier claim made; they count towards
     sampling.max_tokens and are not returned again. cache_salt: it shares KV cache with those of the same salt alone.
+    images: those of prompt_ids, by the tokens that stand for them.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class GenerationRequest:
     sampling: Sampling
     prior_ids: Int32 = field(default_factory=lambda: NO_IDS)
     cache_salt: str = ""
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,7 @@ class Engine(Protocol):
         """Start a request; never blocks.
 
         Raises:
-            EngineUnsupported: its sampling asks for what this engine cannot do; another may.
+            EngineUnsupported: its sampling asks for what this engine cannot do, or it takes no images; another may.
             EngineError: it can not fit, or holds other than it may.
         """
         ...
