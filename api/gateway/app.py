@@ -16,10 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...fabric.chat.image_parts import images_in
 from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.sampling import shown
-from ...fabric.ports.sessions import SessionFacts, Sessions
+from ...fabric.ports.sessions import Call, SessionFacts, Sessions
 from ..access.connections import BodyLimit
 from ..access.problems import Refused
 from ..server import run
@@ -36,6 +37,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 DIALECTS = {"/chat/completions": CHAT, "/completions": TEXT, "/responses": RESPONSES, "/messages": MESSAGES}
 KEY_LENGTH_MAX = 256  # of Idempotency-Key
+IMAGE_BYTES_PER_TEXT_BYTE = 32  # that take as long: base64 and a digest beside a tokenizer
 WAIT_S_DEFAULT, WAIT_S_MAX = 10.0, 300.0
 
 
@@ -82,9 +84,9 @@ def _model_routes(door: Door) -> APIRouter:
         with door.room():
             sent = await request.body()
             body = Body(read_json(sent))
-            call = replace(read_count(body), size_bytes=len(sent))
+            call = read_count(body)
             body.close()
-            return answer({"input_tokens": await session.count(call)})
+            return answer({"input_tokens": await session.count(replace(call, size_bytes=_weight(call, sent)))})
 
     async def models(request: Request) -> Response:
         facts = door.session_of(request, may_be_key=True).facts
@@ -111,7 +113,7 @@ def _complete(door: Door, dialect: Dialect) -> Handler:
             asked = dialect.read(body)
             body.close()
             key, is_repeated = _repetition_key(request), _is_repeated(request)
-            call = replace(asked.call, key=key, is_repeated=is_repeated, size_bytes=len(sent))
+            call = replace(asked.call, key=key, is_repeated=is_repeated, size_bytes=_weight(asked.call, sent))
             reply = await unless_gone(request, session.ask(call))
         answered = Answered(asked=asked, reply=reply, model=session.facts.model)
         if asked.is_stream:
@@ -229,6 +231,13 @@ def _repetition_key(request: Request) -> str:
 def _is_repeated(request: Request) -> bool:
     count = request.headers.get("x-stainless-retry-count", "0")
     return count.isdigit() and count.strip("0") != ""
+
+
+def _weight(call: Call, sent: bytes) -> int:
+    """Return how large a request is for who tokenises it: an image's bytes are only decoded, which takes far less."""
+    parts = [part for part in images_in(call.messages or ()) if part["type"] == "image_url"]
+    urls: int = sum(len(part["image_url"]["url"]) for part in parts)
+    return len(sent) - urls + urls // IMAGE_BYTES_PER_TEXT_BYTE
 
 
 def _wait(body: Body) -> float:

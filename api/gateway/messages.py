@@ -94,18 +94,18 @@ def _of_user(content: Any, where: str) -> list[Message]:
     """Make messages of a user's blocks: each tool result is one, and each row of texts."""
     messages: list[Message] = []
     for fields, kind, place in _blocks(content, where):
-        if kind == "text":
-            part = {"type": "text", "text": fields.required("text", str)}
+        if kind in ("text", "image"):
+            part = _part(fields, kind)
             if not messages or messages[-1]["role"] != "user":
                 messages.append({"role": "user", "content": []})
             messages[-1]["content"].append(part)
         elif kind == "tool_result":
             fields.flag("is_error")  # the result says so itself: chat templates have no word for it
             identifier = fields.required("tool_use_id", str)
-            text = _texts(fields.take("content") or "", place)
-            messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
+            told = _texts(fields.take("content") or "", place, may_see=True)
+            messages.append({"role": "tool", "tool_call_id": identifier, "content": told})
         else:
-            raise InputError(f"{place} is {shown(kind)}, expected text or tool_result", name="messages")
+            raise InputError(f"{place} is {shown(kind)}, expected text, image or tool_result", name="messages")
         fields.close()
     return messages
 
@@ -142,18 +142,33 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[Body, Any, str]]:
         yield fields, fields.take("type"), place
 
 
-def _texts(content: Any, where: str) -> Any:
-    """Return text blocks as text parts; a text as it is."""
+def _texts(content: Any, where: str, *, may_see: bool = False) -> Any:
+    """Return text blocks, and images where those are allowed, as parts of chat completions; a text as it is."""
     if isinstance(content, str):
         return content
     found = []
     for fields, kind, place in _blocks(content, where):
-        if kind != "text":
-            raise InputError(f"{place} is {shown(kind)}, expected text", name="messages")
-        found.append({"type": "text", "text": fields.required("text", str)})
+        if kind != "text" and not (may_see and kind == "image"):
+            expected = "text or image" if may_see else "text"
+            raise InputError(f"{place} is {shown(kind)}, expected {expected}", name="messages")
+        found.append(_part(fields, kind))
         fields.ignore("citations")
         fields.close()
     return found
+
+
+def _part(fields: Body, kind: str) -> dict[str, Any]:
+    """Return a text or image block as a part of chat completions."""
+    if kind == "text":
+        return {"type": "text", "text": fields.required("text", str)}
+    source = Body(fields.required("source", dict), "source")
+    if (form := source.take("type")) != "base64":
+        raise InputError(
+            f"source is {shown(form)}, expected base64: nothing is fetched from an address", name="messages"
+        )
+    url = f"data:{source.required('media_type', str)};base64,{source.required('data', str)}"
+    source.close()
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 # ---------------------------------------------------------------- answers

@@ -30,7 +30,8 @@ IGNORED = (
 )
 ENCRYPTED = "reasoning.encrypted_content"  # clients ask for it always; there is none
 CHOICES = {False: "auto", True: "required"}
-TEXT_PARTS = ("input_text", "output_text", "text")
+IMAGE_PART = "input_image"
+CONTENT_PARTS = ("input_text", "output_text", "text", IMAGE_PART)
 
 
 # ---------------------------------------------------------------- requests
@@ -120,7 +121,7 @@ def _merge(last: Message, message: Message) -> None:
 def _read_message(fields: Body) -> Message:
     fields.ignore("id", "status", "phase")
     role = fields.required("role", str)
-    return {"role": role, "content": _text(fields.take("content"), TEXT_PARTS, "content")}
+    return {"role": role, "content": _parts(fields.take("content"), CONTENT_PARTS, "content")}
 
 
 def _read_call(fields: Body) -> Message:
@@ -133,14 +134,20 @@ def _read_call(fields: Body) -> Message:
 def _read_output(fields: Body) -> Message:
     fields.ignore("id", "status")
     identifier = fields.required("call_id", str)
-    return {"role": "tool", "tool_call_id": identifier, "content": _text(fields.take("output"), TEXT_PARTS, "output")}
+    return {
+        "role": "tool",
+        "tool_call_id": identifier,
+        "content": _parts(fields.take("output"), CONTENT_PARTS, "output"),
+    }
 
 
 def _read_reasoning(fields: Body) -> Message:
     fields.ignore("id", "status", "summary", "encrypted_content")
+    thought = _parts(fields.take("content"), ("reasoning_text",), "content")
+    is_listed = isinstance(thought, list)
     return {
         "role": "assistant",
-        "reasoning_content": _text(fields.take("content"), ("reasoning_text",), "content"),
+        "reasoning_content": "\n".join(part["text"] for part in thought) if is_listed else thought,
     }
 
 
@@ -152,20 +159,30 @@ READERS: dict[str, Callable[[Body], Message]] = {
 }
 
 
-def _text(value: Any, kinds: tuple[str, ...], name: str) -> Any:
-    """Return text parts in the form of chat completions; a text as it is. Raises InputError."""
-    if not isinstance(value, list):
-        return value
-    found = []
-    for place, part in enumerate(value):
-        fields = Body(part, f"{name} part {place}")
-        kind = fields.take("type")
-        if kind not in kinds:
-            raise InputError(f"{name} part {place} is {shown(kind)}, expected {', '.join(kinds)}", name="input")
-        found.append({"type": "text", "text": fields.required("text", str)})
+def _parts(value: Any, kinds: tuple[str, ...], name: str) -> Any:
+    """Return text and image parts in the form of chat completions; a text as it is. Raises InputError."""
+    return (
+        [_part(part, kinds, f"{name} part {place}") for place, part in enumerate(value)]
+        if isinstance(value, list)
+        else value
+    )
+
+
+def _part(part: Any, kinds: tuple[str, ...], where: str) -> dict[str, Any]:
+    fields = Body(part, where)
+    kind = fields.take("type")
+    if kind not in kinds:
+        raise InputError(f"{where} is {shown(kind)}, expected {', '.join(kinds)}", name="input")
+    made: dict[str, Any]
+    if kind == IMAGE_PART:
+        fields.allow("file_id", advice="no files are kept here: send the image itself in image_url")
+        image = {"url": fields.required("image_url", str), "detail": fields.take("detail")}
+        made = {"type": "image_url", "image_url": image}
+    else:
         fields.ignore("annotations", "logprobs")
-        fields.close()
-    return found if name == "content" and kinds is TEXT_PARTS else "\n".join(each["text"] for each in found)
+        made = {"type": "text", "text": fields.required("text", str)}
+    fields.close()
+    return made
 
 
 # ---------------------------------------------------------------- answers

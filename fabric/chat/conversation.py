@@ -9,6 +9,7 @@
   appends: where it would write all that came before as it stands on the path. Where it rewrites history (drops earlier
   reasoning, moves tools, trims an edited message), a branch begins, from a less deep answer or from the root, and
   whatever the policy once said is part of its prompt, with mask 0.
+- An image is a stretch of equal tokens. Two asks share it only where it is the same file.
 - A path that was cut by length, or that ended without a token that ends answers, is closed: the template would end the
   answer in a way that the policy did not.
 - A last message by the assistant (prefill) is refused: its text and the policy's would be one message, encoded apart.
@@ -17,8 +18,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +28,13 @@ import xxhash
 
 from ..contract import records
 from ..contract.errors import InputError, PayloadTooLarge
-from ..contract.limits import MIB, NODE_COUNT_MAX
+from ..contract.images import ImagePlace, image_side
+from ..contract.limits import IMAGES_BYTES_MAX, MIB, NODE_COUNT_MAX
 from ..contract.records import NO_IDS, NO_LOGPROBS, Float32, Int32, Side, Span, UInt8
 from ..contract.sides import WHEN_READ, joined, parts, size_bytes
 from .answers import finish_of, to_message
 from .control import without_marks
+from .image_parts import images_in, without_files
 from .messages import Message, Tool, canonical, check_messages, check_options, check_tools, same
 from .template import ChatTemplate
 
@@ -64,8 +68,8 @@ class Node:
     """A stretch of tokens after its parent's; -1: it begins a path.
 
     ids: int32 (T,). logprobs: float32 (T,), natural log, 0 where the mask is. mask: uint8 (T,), 1 where the policy made
-    the token. spans and sides index this node's own tokens. messages: those along a path are all that were said on it,
-    in order. What several asks share has the messages that they share; the last of them may be written behind it.
+    the token. spans, sides and images index this node's own tokens. messages: those along a path are all that were said
+    on it, in order. What several asks share has the messages that they share; the last ones may be written behind it.
 
     The rest is an answer's, whose own message is its last. setting: digest of tools and options. digest: of these and
     all messages on the path. prompt: of the answer. is_open: the path may go on after it.
@@ -77,6 +81,7 @@ class Node:
     mask: UInt8
     spans: tuple[Span, ...] = ()
     sides: tuple[Side, ...] = ()
+    images: tuple[ImagePlace, ...] = ()
     messages: tuple[Message, ...]
     setting: str = ""
     digest: str = ""
@@ -94,13 +99,14 @@ class Node:
 class Ask:
     """What to ask the engine for. Hand it back with each of its answers.
 
-    context_ids: int32 (T,), the whole context. added_ids: its end, which is not on the parent's path. messages: all of
-    them, ours where they were recorded. digest: equal for a repeated ask.
+    context_ids: int32 (T,), the whole context, with its images. added_ids: its end, which is not on the parent's path.
+    messages: all of them, ours where they were recorded. digest: equal for a repeated ask.
     """
 
     parent: int
     added_ids: Int32
     context_ids: Int32
+    images: tuple[ImagePlace, ...] = ()
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     setting: str
@@ -141,6 +147,7 @@ class _Place(NamedTuple):
 
     parent: int
     ids: Int32
+    images: tuple[ImagePlace, ...]
     messages: tuple[Message, ...]
     within: int = -1
     id_count: int = 0
@@ -158,8 +165,36 @@ class Conversation:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self.nodes: list[Node] = []
-        self._next: dict[tuple[int, int], int] = {}  # a node, and the id behind it → what was asked there
+        self._next: dict[tuple[int, int | str], int] = {}  # a node, and what is behind it → what was asked there
         self._bytes = 0
+        self.files: dict[str, bytes] = {}  # of images, by digest
+
+    def take(self, messages: Any) -> list[Message]:
+        """Check messages, keep the files of their images, and return them with the images' digests instead.
+
+        Raises:
+            InputError, PayloadTooLarge: as `ask`.
+        """
+        checked = check_messages(messages)
+        if next(images_in(checked), None) is None:
+            return checked
+        checked, files = without_files(checked)
+        self._template.check_sees(files.values())
+        unknown = next(
+            (part["digest"] for part in images_in(checked) if part["digest"] not in files | self.files), None
+        )
+        if unknown is not None:
+            raise InputError(f"no image with the digest {unknown} came in this conversation: send its bytes")
+        size = sum(map(len, (self.files | files).values()))
+        if size > IMAGES_BYTES_MAX:
+            raise PayloadTooLarge(
+                f"the conversation's images would have {size:,} bytes, the limit is {IMAGES_BYTES_MAX:,}: send smaller "
+                "or fewer ones",
+                size_bytes=size,
+                limit_bytes=IMAGES_BYTES_MAX,
+            )
+        self.files |= files
+        return checked
 
     def ask(self, messages: Any, tools: Any = None, options: Mapping[str, Any] | None = None) -> Ask:
         """Find where these messages go on, and what must be added there.
@@ -169,7 +204,7 @@ class Conversation:
                 assistant's.
             PayloadTooLarge: one of them is too large.
         """
-        sent, offered = check_messages(messages), tuple(check_tools(tools))
+        sent, offered = self.take(messages), tuple(check_tools(tools))
         if sent[-1]["role"] == "assistant":
             raise InputError(
                 f"message {len(sent) - 1}, the last, is the assistant's: an answer that a client began is not "
@@ -293,7 +328,10 @@ class Conversation:
             "sides": joined(
                 side
                 for start, node in zip(starts, nodes, strict=True)
-                for side in parts(node.sides, 0, len(node.ids), start)
+                for side in (
+                    *parts(node.sides, 0, len(node.ids), start),
+                    *(image_side(each, self.files[each.digest]) for each in _moved(node.images, by=start)),
+                )
             ),
             "nodes": tuple(
                 records.Node(places[node.parent], end, list(node.messages))
@@ -314,6 +352,12 @@ class Conversation:
         """Join all ids from the root to the end of this node; none for -1."""
         parts = [node.ids for _, node in _upwards(self.nodes, index)][::-1]
         return np.concatenate(parts) if parts else NO_IDS
+
+    def _images(self, index: int) -> list[ImagePlace]:
+        """Return the images from the root to the end of this node; none for -1."""
+        path = [node for _, node in _upwards(self.nodes, index)][::-1]
+        starts = np.cumsum([0, *(len(node.ids) for node in path)]).tolist()
+        return [each for node, start in zip(path, starts, strict=False) for each in _moved(node.images, by=start)]
 
     def _matches(self, sent: list[Message], setting: str) -> list[_Match]:
         """Find the deepest paths whose messages begin the sent ones, each to an answer.
@@ -384,11 +428,15 @@ class Conversation:
         text: str,
         rest: tuple[str, str] | None,
     ) -> Ask:
-        added = self._template.encode(text) if rest is None else self._template.encode(rest[1], after=rest[0])
+        written = self._template.encode(text) if rest is None else self._template.encode(rest[1], after=rest[0])
+        before, images = self.ids(parent), self._images(parent)
+        left = [part["digest"] for part in images_in(whole)][len(images) :]
+        added, places = self._template.places(written, [(digest, self.files[digest]) for digest in left])
         return Ask(
             parent=parent,
             added_ids=added,
-            context_ids=np.concatenate((self.ids(parent), added)),
+            context_ids=np.concatenate((before, added)),
+            images=(*images, *_moved(places, by=len(before))),
             messages=tuple(whole),
             tools=tools,
             setting=setting,
@@ -402,17 +450,23 @@ class Conversation:
     def _place(self, ask: Ask) -> _Place:
         """Find how far the asks before it, behind the same answer or at the root, begin as this one does."""
         at, ids, messages = ask.parent, ask.added_ids, ask.messages[self._message_count(ask.parent) :]
-        while (index := self._next.get((at, _first(ids)))) is not None:
+        images = _cut(ask.images, len(ask.context_ids) - len(ids), len(ask.context_ids))
+        while (index := self._next.get((at, _first(ids, images)))) is not None:
             node = self.nodes[index]
-            counts = _common_count(node.ids, ids), _same_count(node.messages, messages)
+            counts = _common_count(node.ids, node.images, ids, images), _same_count(node.messages, messages)
             if counts[0] < len(node.ids):
-                return _Place(at, ids, messages, index, *counts)
+                return _Place(at, ids, images, messages, index, *counts)
             if counts[1] < len(node.messages):
                 self._hand_down(index, counts[1])
-            at, ids, messages = index, ids[counts[0] :], messages[counts[1] :]
+            at, images, ids, messages = (
+                index,
+                _cut(images, counts[0], len(ids)),
+                ids[counts[0] :],
+                messages[counts[1] :],
+            )
             if not len(ids) and not messages:
                 break
-        return _Place(at, ids, messages)
+        return _Place(at, ids, images, messages)
 
     def _hand_down(self, index: int, count: int) -> None:
         """Leave a node so many of its messages, and the others to those behind it: some ask has its tokens alone."""
@@ -444,15 +498,17 @@ class Conversation:
         sides: of the place's ids, counted back from their end. What is shared has those of the ask that came first.
         is_needed: nothing is shared with an earlier ask, so there must be a node, though it may be an empty one.
         """
-        head, ids, messages = [], place.ids, place.messages
+        head, ids, images, messages = [], place.ids, place.images, place.messages
         if place.within >= 0:
             first = parts(self.nodes[place.within].sides, 0, place.id_count)
-            head = [_asked_node(place.parent, ids[: place.id_count], messages[: place.message_count], first)]
+            seen = _cut(images, 0, place.id_count)
+            head = [_asked_node(place.parent, ids[: place.id_count], seen, messages[: place.message_count], first)]
+            images = _cut(images, place.id_count, len(ids))
             ids, messages = ids[place.id_count :], messages[place.message_count :]
         if not (len(ids) or messages or (is_needed and not head)):
             return head
         own = parts(sides, -len(ids), 0, len(ids))
-        return [*head, _asked_node(len(self.nodes) if head else place.parent, ids, messages, own)]
+        return [*head, _asked_node(len(self.nodes) if head else place.parent, ids, images, messages, own)]
 
     def _share(self, place: _Place, asked: list[Node]) -> None:
         """Take note of the nodes of an ask, the last but its answer, and leave to the first what it shares."""
@@ -461,12 +517,13 @@ class Conversation:
             nodes = self.nodes.copy()
             old = nodes[place.within]
             rest = parts(old.sides, place.id_count, len(old.ids), -place.id_count)
-            own = _asked_node(first, old.ids[place.id_count :], old.messages[place.message_count :], rest)
+            seen = _cut(old.images, place.id_count, len(old.ids))
+            own = _asked_node(first, old.ids[place.id_count :], seen, old.messages[place.message_count :], rest)
             nodes[place.within] = own
             self.nodes = nodes
-            self._next[first, _first(own.ids)] = place.within
+            self._next[first, _first(own.ids, own.images)] = place.within
         for index, node in enumerate(asked, first):
-            self._next[node.parent, _first(node.ids)] = index
+            self._next[node.parent, _first(node.ids, node.images)] = index
 
     def _add(self, nodes: list[Node]) -> None:
         size = self._bytes + sum(node.size_bytes for node in nodes)
@@ -481,10 +538,13 @@ class Conversation:
         self.nodes += nodes
 
 
-def _asked_node(parent: int, ids: Int32, messages: tuple[Message, ...], sides: tuple[Side, ...]) -> Node:
+def _asked_node(
+    parent: int, ids: Int32, images: tuple[ImagePlace, ...], messages: tuple[Message, ...], sides: tuple[Side, ...]
+) -> Node:
     """Make a node of tokens that were asked."""
     zeros = np.zeros(len(ids), dtype=np.float32)
-    return Node(parent=parent, ids=ids, logprobs=zeros, mask=zeros.astype(np.uint8), messages=messages, sides=sides)
+    mask = zeros.astype(np.uint8)
+    return Node(parent=parent, ids=ids, logprobs=zeros, mask=mask, messages=messages, sides=sides, images=images)
 
 
 def _upwards(nodes: Sequence[Node], index: int) -> Iterator[tuple[int, Node]]:
@@ -517,15 +577,28 @@ def _size_bytes(message: Message) -> int:
     return len(canonical(message))
 
 
-def _first(ids: Int32) -> int:
+def _first(ids: Int32, images: Sequence[ImagePlace]) -> int | str:
+    """Return what tokens begin with, as it is looked up: an image's digest, or an id; -1: there are none."""
+    if images and images[0].start == 0:
+        return images[0].digest
     return int(ids[0]) if len(ids) else -1
 
 
-def _common_count(one: Int32, other: Int32) -> int:
-    """Count the ids with which both begin."""
+def _cut(images: Sequence[ImagePlace], start: int, end: int) -> tuple[ImagePlace, ...]:
+    """Return the images in [start, end), counted from `start`."""
+    return _moved([each for each in images if start <= each.start < end], by=-start)
+
+
+def _moved(images: Iterable[ImagePlace], *, by: int) -> tuple[ImagePlace, ...]:
+    return tuple(ImagePlace(each.start + by, each.end + by, each.digest) for each in images)
+
+
+def _common_count(one: Int32, seen: Sequence[ImagePlace], other: Int32, shown: Sequence[ImagePlace]) -> int:
+    """Count the ids with which both begin, and whose images, seen and shown, are the same."""
     count = min(len(one), len(other))
     differing = np.flatnonzero(one[:count] != other[:count])
-    return int(differing[0]) if len(differing) else count
+    firsts = [min(each.start for each in pair if each) for pair in zip_longest(seen, shown) if pair[0] != pair[1]]
+    return min(count, *map(int, differing[:1]), *firsts[:1]) if len(differing) or firsts else count
 
 
 def _same_count(one: Sequence[Message], other: Sequence[Message]) -> int:

@@ -3,6 +3,7 @@
 - The form is closed: a key that is not known here is refused by name, so that nothing is silently left out of a prompt.
   Keys with None or an empty list count as absent, because clients write out every key that they know.
 - A checked message holds its content as one text. Several text parts are joined by newlines, as vLLM joins them.
+- Content with images stays a list of parts (image_parts.py).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..contract.errors import InputError, PayloadTooLarge
-from ..contract.limits import KIB, MIB
+from ..contract.limits import IMAGE_COUNT_MAX, KIB, MIB
 from ..contract.text import one_line
+from .image_parts import check_image, images_in
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -25,6 +27,7 @@ TOOL_COUNT_MAX = 512  # the largest agents known offer about a hundred
 TOOLS_BYTES_MAX = MIB  # as JSON; they stand in every prompt
 NAME_BYTES_MAX = KIB  # of a tool, a call's id, or a speaker
 DEPTH_MAX = 200  # of arguments: rendering and comparing them takes some frames of the stack for each level
+IMAGE_ROLES = ("user", "tool")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS = {
     **dict.fromkeys(("system", "developer", "user"), ("role", "content", "name")),
@@ -40,7 +43,8 @@ def check_messages(value: Any) -> list[Message]:
         value: what a client sent: a list of dicts, at least one.
 
     Returns:
-        New dicts. A user's, system's or tool's content is a text; an assistant's is absent where it said nothing.
+        New dicts. A user's, system's or tool's content is a text; an assistant's is absent where it said nothing. A
+        user's or tool's content with images is a list of text and image parts.
 
     Raises:
         InputError: names the message, the key and what is allowed.
@@ -50,6 +54,7 @@ def check_messages(value: Any) -> list[Message]:
         raise InputError("messages: expected a list of at least one message")
     _check_count("messages", value, MESSAGE_COUNT_MAX, "send a shorter history")
     messages = [_check_message(each, f"message {index}") for index, each in enumerate(value)]
+    _check_count("images", list(images_in(messages)), IMAGE_COUNT_MAX, "send fewer")
     _check_bytes("messages", _dumped(messages, "messages"), MESSAGES_BYTES_MAX, "send a shorter history")
     return messages
 
@@ -180,7 +185,7 @@ def _check_message(value: Any, where: str) -> Message:
             f"{where}: {one_line(f'{unknown[0]!r:.60}')} is no key of role {role}: {', '.join(KEYS[role])} are"
         )
     message: Message = {"role": role}
-    content = _check_content(given.get("content"), where)
+    content = _check_content(given.get("content"), where, may_see=role in IMAGE_ROLES)
     if content is None and role != "assistant":
         raise InputError(f"{where}: content is missing")
     if content is not None and (content or role != "assistant"):
@@ -195,21 +200,28 @@ def _check_message(value: Any, where: str) -> Message:
     return message
 
 
-def _check_content(value: Any, where: str) -> str | None:
+def _check_content(value: Any, where: str, *, may_see: bool) -> str | list[dict[str, Any]] | None:
     if value is None or isinstance(value, str):
         return value if value is None else _check_text(value, f"{where}: content")
     if not isinstance(value, list | tuple):
-        raise InputError(f"{where}: content is {type(value).__name__}, expected a text or a list of text parts")
-    texts = []
-    for index, part in enumerate(value):
-        place = f"{where}: content part {index}"
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            raise InputError(f"{place} is {one_line(f'{kind!r:.40}')}: text only, for now")
+        raise InputError(f"{where}: content is {type(value).__name__}, expected a text or a list of parts")
+    parts = [_check_part(part, f"{where}: content part {index}", may_see) for index, part in enumerate(value)]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _check_part(part: Any, where: str, may_see: bool) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
         if set(part) != {"type", "text"}:
-            raise InputError(f"{place}: expected the keys type and text")
-        texts.append(_check_text(part["text"], place))
-    return "\n".join(texts)
+            raise InputError(f"{where}: expected the keys type and text")
+        return {"type": "text", "text": _check_text(part["text"], where)}
+    if kind not in ("image_url", "image"):
+        raise InputError(f"{where} is {one_line(f'{kind!r:.40}')}, expected text or image_url")
+    if not may_see:
+        raise InputError(f"{where} is an image, which messages of role {' and '.join(IMAGE_ROLES)} alone may have")
+    return check_image(part, where)
 
 
 def _check_calls(value: Any, where: str) -> list[dict[str, Any]]:

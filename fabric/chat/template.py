@@ -9,6 +9,8 @@
 - Control tokens are a tokenizer's special ones, and added ones that the template writes itself. In an assistant's own
   messages those that an answer may hold are left alone, if they are not special: its <think> is what it wrote.
 - A template that leaves messages of some role out without a word is asked once, and such messages are refused.
+- For an image the template writes one token; `places` puts as many there as the image has pieces. An image that it
+  leaves out is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..contract.errors import ConfigError, InputError, PayloadTooLarge
+from ..contract.images import ImagePlace
 from ..contract.limits import PROMPT_TOKENS_MAX
 from ..contract.records import Int32
 from ..contract.text import one_line
@@ -30,6 +33,7 @@ from .choice import FREE, Model, ToolChoice, check_choice, tag_of
 from .control import MARK, ControlTokens, without_marks
 from .forms import Reading, find_form, find_think_tags
 from .messages import Message, Tool
+from .vision import Vision, find_vision
 
 RESERVED = frozenset(
     "messages tools documents conversation chat_template add_generation_prompt continue_final_message tokenize padding "
@@ -55,14 +59,19 @@ class ChatTemplate:
 
     tokenizer: of the transformers library, loaded. stop_ids: that end an answer, beside those found here. ends: those
     of them behind which a text can be encoded as it stands there, with their texts; others are ordinary tokens.
+    vision: the model's eyes; None: it has none, or (blind) none that can be used here, and why.
 
     Raises:
         ConfigError: it has no chat template.
     """
 
-    def __init__(self, tokenizer: Any, *, stop_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, *, stop_ids: Iterable[int] = (), vision: Vision | None = None, blind: str = ""
+    ) -> None:
         self._tokenizer = tokenizer
         self.name = str(getattr(tokenizer, "name_or_path", "") or "the model")
+        self._vision = vision
+        self._blind = blind or f"{self.name} takes no images: say it in words, or run a model that sees"
         template: str | Mapping[str, str] | None = getattr(tokenizer, "chat_template", None)
         if not template:
             raise ConfigError(
@@ -90,7 +99,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: str) -> ChatTemplate:
-        """Load the chat template of a model's directory, with the ids that its generation_config.json names.
+        """Load the chat template of a model's directory, with its eyes and the ids that generation_config.json names.
 
         Raises:
             ConfigError: no tokenizer can be loaded from there, or it has no chat template.
@@ -101,7 +110,17 @@ class ChatTemplate:
             tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{directory} has no tokenizer that can be loaded: {error}", model=directory) from error
-        return cls(tokenizer, stop_ids=named_ends(directory))
+        return cls.of(tokenizer, directory)
+
+    @classmethod
+    def of(cls, tokenizer: Any, model: str) -> ChatTemplate:
+        """Make the chat template of a loaded tokenizer, with what lies beside it: see `load`."""
+        vision, blind = None, ""
+        try:
+            vision = find_vision(model)
+        except ConfigError as error:  # it may still read text
+            blind = error.message
+        return cls(tokenizer, stop_ids=named_ends(model), vision=vision, blind=blind)
 
     def render(
         self,
@@ -158,6 +177,40 @@ class ChatTemplate:
                     limit_bytes=4 * PROMPT_TOKENS_MAX,
                 )
         return np.asarray(ids, dtype=np.int32)
+
+    def check_sees(self, files: Iterable[bytes]) -> None:
+        """Require that the model takes these images. Raises InputError: one that it does not take, or none at all."""
+        for data in files:
+            if self._vision is None:
+                raise InputError(self._blind)
+            self._vision.token_count(data)
+
+    def places(self, ids: Int32, images: Sequence[tuple[str, bytes]]) -> tuple[Int32, tuple[ImagePlace, ...]]:
+        """Give each image as many tokens as it has pieces.
+
+        Args:
+            ids: int32 (T,), with one token for each image, as `encode` made them.
+            images: digests and files, in their order.
+
+        Raises:
+            InputError: the template has left one out.
+        """
+        if self._vision is None:
+            return ids, ()
+        at = np.flatnonzero(ids == self._vision.token_id)
+        if len(at) != len(images):
+            raise InputError(
+                f"the chat template of {self.name} writes {len(at)} of {len(images)} images: it has no place for them "
+                "in some of these messages; put them into a user's"
+            )
+        counts = np.ones(len(ids), np.int64)
+        counts[at] = [self._vision.token_count(data) for _, data in images]
+        ends = np.cumsum(counts)
+        places = [
+            ImagePlace(int(ends[index] - counts[index]), int(ends[index]), digest)
+            for index, (digest, _) in zip(at, images, strict=True)
+        ]
+        return np.repeat(ids, counts), tuple(places)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens as their texts."""
@@ -256,8 +309,10 @@ class ChatTemplate:
 
 
 def _opened(message: Message) -> Message:
-    """Copy a message under the names that templates read: an assistant always has content, reasoning has two names."""
+    """Copy a message as templates read it: an assistant always has content, reasoning has two names, images none."""
     copy = dict(message)
+    if isinstance(copy.get("content"), list):
+        copy["content"] = [part if part["type"] == "text" else {"type": "image"} for part in copy["content"]]
     if copy["role"] == "assistant":
         copy.setdefault("content", "")
     if "reasoning_content" in copy:

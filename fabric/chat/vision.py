@@ -74,7 +74,10 @@ def find_vision(model: str) -> Vision | None:
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError):  # a tokenizer alone, or a model that this library does not know
+        return None
     if getattr(config, "vision_config", None) is None:
         return None
     if config.model_type not in FAMILIES:
@@ -113,10 +116,10 @@ def size(data: bytes) -> tuple[int, int]:
             warnings.simplefilter("ignore")  # of sizes, which are looked at below
             with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
                 width, height = opened.size
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            if width * height > IMAGE_PIXELS_MAX:
+                raise Image.DecompressionBombError(f"{width:,} x {height:,} pixels")
+    except (OSError, ValueError, SyntaxError) as error:
         raise InputError(f"an image of {len(data):,} bytes is none of {', '.join(FORMATS)}, or damaged") from error
-    if width * height > IMAGE_PIXELS_MAX:
-        raise InputError(
-            f"an image has {width:,} x {height:,} pixels, the limit is {IMAGE_PIXELS_MAX:,}: send a smaller one"
-        )
+    except Image.DecompressionBombError as error:
+        raise InputError(f"an image is too large ({error}), the limit is {IMAGE_PIXELS_MAX:,} pixels") from error
     return width, height

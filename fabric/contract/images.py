@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from .sides import Side
 
 IMAGES = "images"  # the side array's name
 DIGEST_LENGTH = 32
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,12 @@ def check_places(places: Sequence[ImagePlace], token_count: int, where: str) -> 
         end = place.end
 
 
-def image_side(image: Image) -> Side:
+def image_side(place: ImagePlace, data: bytes) -> Side:
     """Return an image as a side array of its tokens."""
-    counts = np.zeros(image.end - image.start, np.int32)
-    counts[0] = len(image.data)
-    data = np.frombuffer(image.data, np.uint8)
-    return Side(name=IMAGES, start=image.start, end=image.end, array=data, counts=counts)
+    counts = np.zeros(place.end - place.start, np.int32)
+    counts[0] = len(data)
+    array = np.frombuffer(data, np.uint8)
+    return Side(name=IMAGES, start=place.start, end=place.end, array=array, counts=counts)
 
 
 def images_of(sides: Iterable[Side]) -> tuple[Image, ...]:

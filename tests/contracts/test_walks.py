@@ -180,7 +180,7 @@ def test_a_file_that_keeps_the_trajectory_on_its_way_is_found(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a program in which turns are asked for by way of a ninth file
-    detour = "async def ask(self, claim, job):\n    await sleep(0)\n    return await ask_directly(self, claim, job)\n"
+    detour = "async def ask(*given):\n    await sleep(0)\n    return await ask_directly(*given)\n"
     names: dict[str, Any] = {"sleep": asyncio.sleep, "ask_directly": TurnCaller.ask}
     exec(compile(detour, rollout_worker.__file__, "exec"), names)
     monkeypatch.setattr(TurnCaller, "ask", names["ask"])

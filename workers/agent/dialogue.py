@@ -15,8 +15,10 @@ import xxhash
 
 from ...fabric.chat.choice import ToolChoice
 from ...fabric.chat.conversation import Ask, Conversation
-from ...fabric.chat.messages import Message, check_messages
+from ...fabric.chat.image_parts import with_files
+from ...fabric.chat.messages import Message
 from ...fabric.chat.template import ChatTemplate
+from ...fabric.contract.images import ImagePlace
 from ...fabric.contract.records import Int32, TurnResult
 from ...fabric.contract.wire import dump_json
 from ..environments.answers import BRIEF
@@ -36,6 +38,7 @@ class Dialogue:
         self._said: list[list[Message]] = []  # by the world, at the beginning and after each turn
         self._size = 0  # of all that was said, also by the policy, in bytes
         self._ask: Ask | None = None
+        self.files = self._conversation.files  # of images, by digest
         self._digest = xxhash.xxh3_64(dump_json(tools))
         self._say(messages)
 
@@ -68,6 +71,10 @@ class Dialogue:
         """
         return self._asked().context_ids
 
+    def images(self) -> tuple[ImagePlace, ...]:
+        """Return the images in the context, once that is known."""
+        return self._asked().images
+
     def digest(self) -> str:
         """Return the digest of all so far and of the context, as 16 hexadecimal digits.
 
@@ -93,7 +100,8 @@ class Dialogue:
 
     def state(self) -> dict[str, Any]:
         """Return what a snapshot keeps beside texts and rewards."""
-        return {"messages": self._said[0], "tools": self._tools, "said": self._said[1:]}
+        first, *said = (with_files(each, self.files) for each in self._said)
+        return {"messages": first, "tools": self._tools, "said": said}
 
     def record(self) -> dict[str, Any]:
         """Return the fields of a Rollout that hold its tokens: a prompt only where all branches begin with it."""
@@ -106,7 +114,7 @@ class Dialogue:
 
     def _say(self, messages: list[Message]) -> None:
         if messages:
-            messages = check_messages(messages)
+            messages = self._conversation.take(messages)
         self._ask = None
         self._messages = [*self._messages, *messages]
         self._said.append(messages)

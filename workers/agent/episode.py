@@ -18,7 +18,7 @@ import contextlib
 import copy
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from ...fabric.contract.errors import (
     WireError,
 )
 from ...fabric.contract.ids import turn_id
+from ...fabric.contract.images import NO_FILES
 from ...fabric.contract.limits import (
     INFO_BYTES_MAX,
     SNAPSHOT_BYTES_MAX,
@@ -140,8 +141,8 @@ class TurnCaller:
         self._cancelled: list[TurnPush] = []
         self._has_asked = asyncio.Event()
 
-    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
-        """Ask for a turn and wait for its result.
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes] = NO_FILES) -> TurnResult:
+        """Ask for a turn and wait for its result. files: of its images at least, by digest.
 
         Raises:
             ClaimLost: somebody else holds the trajectory.
@@ -423,9 +424,10 @@ class Episode:
             prompt_ids=await self._context(),
             sampling=self._chosen(world, self._sampling(world)),
             context_digest=self._transcript.digest(),
+            images=self._transcript.images(),
         )
         check_prompt(job.turn_id, len(job.prompt_ids))
-        result = await self._caller.ask(self._claim, job)
+        result = await self._caller.ask(self._claim, job, self._transcript.files)
         if result.finish_reason == "refused":
             raise EngineUnsupported(f"turn {job.turn_id} was refused: {result.error}")
         if result.finish_reason == "error":

@@ -61,7 +61,7 @@ class Caller(Protocol):
 
     @property
     def agent_id(self) -> str: ...
-    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult: ...
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes]) -> TurnResult: ...
     def cancel(self, claim: TrajectoryClaim, job: TurnJob) -> None: ...
 
 
@@ -433,6 +433,7 @@ class AgentSession:
             sampling=with_ends(replace(sampling, seed=seed), ends),
             prompt_ids=ask.context_ids,
             context_digest=_digest(ask, sampling),
+            images=ask.images,
         )
         given.turns.append(job)
         return job
@@ -448,7 +449,7 @@ class AgentSession:
         if isinstance(turn, TurnResult):
             return turn
         while True:
-            result = await self._caller.ask(self._claim, turn)
+            result = await self._caller.ask(self._claim, turn, self._conversation.files)
             is_own = result.context_digest in ("", turn.context_digest)
             if is_own and (result.finish_reason != "cancelled" or given.is_given_up):
                 break

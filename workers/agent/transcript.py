@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ...fabric.contract.images import NO_FILES, ImagePlace
 from ...fabric.contract.records import Float32, Int32, Side, Span, TurnResult, UInt8
 from ...fabric.contract.sides import WHEN_READ, joined
 from ...fabric.model.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ class Transcript:
         """prompt_ids: the tokens of the first observation."""
         self._tokenizer = tokenizer
         self.prompt_ids = prompt_ids
+        self.files = NO_FILES  # of images
         self.spans: list[Span] = []
         self.rewards: list[float] = []
         self._ids: list[Int32] = []
@@ -66,6 +68,10 @@ class Transcript:
             known = self._known_ids = np.concatenate((self.prompt_ids if known is None else known, *parts))
             self._known_count = len(self._ids)
         return known
+
+    def images(self) -> tuple[ImagePlace, ...]:
+        """Return none: a text has no images."""
+        return ()
 
     def digest(self) -> str:
         """Return the digest of all so far, as 16 hexadecimal digits."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...fabric.chat.template import ChatTemplate, named_ends
+from ...fabric.chat.template import ChatTemplate
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.records import Int32
 from ...fabric.contract.text import printable
@@ -67,7 +67,7 @@ class HubTokenizer:
     @cached_property
     def chat(self) -> ChatTemplate:
         """The model's chat template. Raises ConfigError: it has none."""
-        return ChatTemplate(self._tokenizer, stop_ids=named_ends(self._tokenizer.name_or_path))
+        return ChatTemplate.of(self._tokenizer, self._tokenizer.name_or_path)
 
     @cached_property
     def special_ids(self) -> Mapping[str, int]:

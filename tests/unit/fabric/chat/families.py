@@ -16,8 +16,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rollfab.fabric.chat.template import ChatTemplate
+from rollfab.fabric.chat.vision import Vision
 
 Message = dict[str, Any]
 LINES = (
@@ -53,6 +55,20 @@ QWEN25 = r"""{%- set first = messages[0].content if messages[0].role == 'system'
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+
+# Content with images is a list of parts, of users and tools alike.
+SHOWN = r"""{%- macro shown(content) %}
+{%- if content is string %}{{- content }}
+{%- else %}
+{%- for part in content %}
+{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{- part.text }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{%- endmacro %}
+"""
+QWEN25_VL = SHOWN + QWEN25.replace(
+    "+ message.role + '\\n' + message.content +", "+ message.role + '\\n' + shown(message.content) +"
+).replace("<tool_response>\\n' + message.content +", "<tool_response>\\n' + shown(message.content) +")
 
 # Keeps reasoning only after the last query of a user; the last message always has a block for it.
 QWEN3 = r"""{%- if tools %}
@@ -281,6 +297,7 @@ class Family:
     call_count_max: int = 2  # 0: no tools
     has_reasoning: bool = False
     is_like_sentencepiece: bool = False
+    image_token: str = ""  # of a model that sees
 
 
 def _calls(message: Message) -> list[tuple[str, Any]]:
@@ -374,6 +391,8 @@ def write_gpt_oss(message: Message) -> tuple[str, str]:
 
 THINK = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+IMAGE_TOKEN = "<|image_pad|>"
+VISION = ("<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN)
 LLAMA_TOKENS = "<|begin_of_text|> <|eot_id|> <|eom_id|> <|start_header_id|> <|end_header_id|> <|python_tag|>"
 MISTRAL_TOKENS = (
     "<s> </s> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
@@ -389,6 +408,7 @@ FAMILIES = {
     family.name: family
     for family in (
         Family("qwen2.5", QWEN25, CHATML, write_qwen25, eos="<|im_end|>"),
+        Family("qwen2.5-vl", QWEN25_VL, (*CHATML, *VISION), write_qwen25, eos="<|im_end|>", image_token=IMAGE_TOKEN),
         Family("qwen3", QWEN3, CHATML, write_qwen3, added=THINK, eos="<|im_end|>", has_reasoning=True),
         Family(
             "qwen3-thinking",  # the prompt opens the reasoning, and so does history after the last query
@@ -485,8 +505,13 @@ def build_tokenizer(family: Family) -> PreTrainedTokenizerFast:
 
 @cache
 def chat_template(name: str) -> ChatTemplate:
-    """The family's template, built once."""
-    return ChatTemplate(build_tokenizer(FAMILIES[name]))
+    """The family's template, built once. A model that sees has the image processor of Qwen2-VL, for small images."""
+    family = FAMILIES[name]
+    tokenizer = build_tokenizer(family)
+    if not family.image_token:
+        return ChatTemplate(tokenizer)
+    processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 12)
+    return ChatTemplate(tokenizer, vision=Vision(processor, tokenizer.convert_tokens_to_ids(family.image_token)))
 
 
 def token_text(template: ChatTemplate, token_id: int) -> str | None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections import Counter
 from random import Random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from rollfab.fabric.chat import conversation as module
 from rollfab.fabric.chat.conversation import Answer, Ask, Conversation
 from rollfab.fabric.chat.template import ChatTemplate
 from rollfab.fabric.contract.errors import InputError, PayloadTooLarge
-from rollfab.fabric.contract.records import Span
+from rollfab.fabric.contract.images import digest_of
+from rollfab.fabric.contract.records import Rollout, Span
 from tests.unit.fabric.chat.families import FAMILIES, QWEN25, Message, build_tokenizer, chat_template
-from tests.unit.fabric.chat.world import TOOLS, World, Wrong, run_world
+from tests.unit.fabric.chat.world import PICTURES, TOOLS, World, Wrong, image_part, png, run_world
 
 USER = {"role": "user", "content": "hi"}
 MORE = {"role": "user", "content": "and then?"}
@@ -187,6 +191,28 @@ class SharedMessages(Conversation):
         return None
 
 
+class ImagesAlike(Conversation):
+    """Two asks share the tokens of an image, whatever it shows."""
+
+    def _place(self, ask: Ask) -> Any:
+        def count(one: Any, seen: Any, other: Any, shown: Any) -> int:
+            return common_count(one, (), other, ())
+
+        common_count = module._common_count
+        with mock.patch.object(module, "_common_count", count):
+            return super()._place(ask)
+
+
+class ImagesMisplaced(Conversation):
+    """The images of what is added stand where they stood in it, not in the context."""
+
+    def _new_ask(self, parent: int, *facts: Any) -> Ask:
+        ask = super()._new_ask(parent, *facts)
+        by = len(ask.context_ids) - len(ask.added_ids)
+        moved = [dataclasses.replace(each, start=each.start - by) for each in ask.images if each.start >= by]
+        return dataclasses.replace(ask, images=(*ask.images[: len(ask.images) - len(moved)], *moved))
+
+
 BUGS = (
     StopTwice,
     NoNewline,
@@ -201,6 +227,8 @@ BUGS = (
     SidesWhole,
     LastTokenUntold,
     SharedMessages,
+    ImagesAlike,
+    ImagesMisplaced,
 )
 
 
@@ -510,3 +538,108 @@ def test_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         made(ask, conversation, "two " * 200, family="qwen2.5")
 
     assert len(conversation.nodes) == 2
+
+
+# ---------------------------------------------------------------- images
+
+
+def asked(*content: Any) -> list[Message]:
+    return [{"role": "user", "content": list(content)}]
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def test_an_image_has_as_many_tokens_as_pieces_and_is_kept_once() -> None:
+    conversation = Conversation(chat_template("qwen2.5-vl"))
+    wide = PICTURES[3]
+
+    ask = conversation.ask(asked(text("look"), PICTURES[0], wide, PICTURES[0]))
+
+    assert [place.end - place.start for place in ask.images] == [4, 3, 4]  # of 28 x 28 pixels each
+    assert len({place.digest for place in ask.images}) == len(conversation.files) == 2
+    for place in ask.images:
+        assert digest_of(conversation.files[place.digest]) == place.digest
+    assert "base64" not in str(ask.messages)
+
+
+def test_an_image_may_be_named_once_it_came() -> None:
+    conversation = Conversation(chat_template("qwen2.5-vl"))
+    (first,) = conversation.ask(asked(PICTURES[0])).images
+    named = {"type": "image", "digest": first.digest}
+
+    assert conversation.ask(asked(named)).images == (first,)
+    with pytest.raises(InputError, match=f"no image with the digest {'0' * 32}"):
+        conversation.ask(asked({"type": "image", "digest": "0" * 32}))
+
+
+def test_a_rollout_holds_the_files_of_its_images() -> None:
+    conversation = Conversation(chat_template("qwen2.5-vl"))
+    ask = conversation.ask(asked(text("left"), PICTURES[0], text("or right"), PICTURES[1]))
+    made(ask, conversation, "left<|im_end|>", family="qwen2.5-vl")
+
+    facts: dict[str, Any] = dict.fromkeys(("trajectory_id", "group_id", "task_id", "finish_reason"), "x")
+    rollout = Rollout(**facts, reward=1.0, turn_count=1, attempt=0, seed=0, **conversation.record())
+    (branch,) = Rollout.decode(rollout.encode()).branches()
+
+    assert [image.data for image in branch.images] == list(conversation.files.values())
+    whole = len(branch.prompt_ids)
+    assert [(each.start + whole, each.end + whole) for each in branch.images] == [
+        (place.start, place.end) for place in ask.images
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "nothing is fetched"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}}, "no base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}, "has 0 bytes"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "none of PNG, JPEG, WEBP"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}, "detail is 'low'"),
+        ({"type": "image_url", "image_url": "data:image/png;base64,AAAA"}, "expected"),
+        ({"type": "image", "digest": "../../etc"}, "expected"),
+        ({"type": "input_audio", "input_audio": {}}, "expected text or image_url"),
+        (image_part(png(0, 2, 900)), "takes no image of 2 x 900"),
+    ],
+)
+def test_what_is_no_image_is_refused(content: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        Conversation(chat_template("qwen2.5-vl")).ask(asked(content))
+
+
+@pytest.mark.parametrize("width", [6_000, 30_000])
+def test_a_small_file_of_a_huge_image_is_refused_before_it_is_unpacked(width: int) -> None:
+    bomb = io.BytesIO()
+    Image.new("1", (width, width)).save(bomb, "PNG")
+
+    with pytest.raises(InputError, match="an image is too large"):
+        Conversation(chat_template("qwen2.5-vl")).ask(asked(image_part(bomb.getvalue())))
+
+
+def test_who_sees_nothing_is_shown_nothing() -> None:
+    with pytest.raises(InputError, match=r"qwen2\.5 takes no images: say it in words"):
+        Conversation(chat_template("qwen2.5")).ask(asked(PICTURES[0]))
+    for role in ("system", "assistant"):
+        with pytest.raises(InputError, match="messages of role user and tool alone"):
+            Conversation(chat_template("qwen2.5-vl")).ask([{"role": role, "content": [PICTURES[0]]}, USER])
+
+
+def test_a_template_that_leaves_an_image_out_is_found_out() -> None:
+    silent = FAMILIES["qwen2.5-vl"].template.replace("<|image_pad|>", "")
+    tokenizer = build_tokenizer(dataclasses.replace(FAMILIES["qwen2.5-vl"], template=silent))
+    template = ChatTemplate(tokenizer, vision=chat_template("qwen2.5-vl")._vision)
+
+    with pytest.raises(InputError, match="writes 0 of 1 images"):
+        Conversation(template).ask(asked(PICTURES[0]))
+
+
+def test_the_images_of_a_conversation_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IMAGES_BYTES_MAX", 15_000)
+    conversation = Conversation(chat_template("qwen2.5-vl"))
+    conversation.ask(asked(PICTURES[0], PICTURES[0]))
+
+    with pytest.raises(PayloadTooLarge, match="the limit is 15,000"):
+        conversation.ask(asked(PICTURES[0], PICTURES[1]))
+    assert len(conversation.files) == 1

@@ -30,8 +30,11 @@ def deep() -> str:
         ({"role": "user", "content": "x", "\x1b": 2}, r"'\x1b' is no key of role user"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "'tool_calls' is no key of role user"),
         ({"role": "user"}, "content is missing"),
-        ({"role": "user", "content": 3}, "content is int, expected a text or a list of text parts"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "part 0 is 'image_url': text only"),
+        ({"role": "user", "content": 3}, "content is int, expected a text or a list of parts"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "part 0: url is None, expected",
+        ),
         ({"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}, "expected the keys type and text"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "content part 0 is int"),
         ({"role": "user", "content": "\ud800"}, "content holds half a character"),

@@ -8,27 +8,34 @@ choice, sometimes badly, and is sometimes cut. After each answer the world check
 - where every answer on a path was written as the template writes it, the path's text is the template's;
 - such a path goes on where its text begins the new one, and never where it does not;
 - whatever is added to a path, however its answers were written, is the end of the template's text;
+- images stand where the engine saw them, and two that differ share nothing, though their tokens are the same;
 - a side array in which the engine repeats every token that it saw or made is, in every branch, that branch's tokens;
 - the rollout's branches have all of it, and its tokens are hardly more than the prefix tree of all lines has.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import operator
+import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from random import Random
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from rollfab.fabric.chat.control import MARK
 from rollfab.fabric.chat.conversation import Answer, Ask, Conversation
 from rollfab.fabric.chat.template import ChatTemplate
-from rollfab.fabric.contract.records import Int32, Rollout, Side, Span
-from tests.unit.fabric.chat.families import FAMILIES, Family, Message, chat_template, token_text
+from rollfab.fabric.contract.images import ImagePlace
+from rollfab.fabric.contract.records import Branch, Int32, Rollout, Side, Span
+from tests.unit.fabric.chat.families import FAMILIES, IMAGE_TOKEN, Family, Message, chat_template, token_text
 
 WORDS = "one two three mild hot Paris Rome look again Ünïcode 日本 🙂 {x} <b> </p> a/b".split()
 TOOLS = [
@@ -42,6 +49,30 @@ TOOLS = [
     }
     for name in ("look", "walk")
 ]
+
+
+def png(seed: int, width: int, height: int) -> bytes:
+    """A file of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def image_part(data: bytes) -> dict[str, Any]:
+    """An image as clients send it."""
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+
+
+PICTURES = [image_part(png(seed, *size)) for seed, size in enumerate([(56, 56), (56, 56), (56, 56), (84, 28)])]
+
+
+def told_apart(ids: Int32, images: Sequence[ImagePlace]) -> Int32:
+    """Ids in which the tokens of two images differ."""
+    ids = ids.copy()
+    for each in images:
+        ids[each.start : each.end] = -1 - int(each.digest[:7], 16)
+    return ids
 
 
 class Wrong(AssertionError):
@@ -58,6 +89,7 @@ class World:
         self.conversation = conversation(self.template)
         self.threads: list[tuple[list[Message], list[Any]]] = []
         self.made: dict[int, tuple[Int32, Int32]] = {}  # an answer's node → what the engine saw, what it made
+        self.seen: dict[int, tuple[ImagePlace, ...]] = {}  # an answer's node → the images that the engine saw
         self.said: dict[int, list[Message]] = {}  # an answer's node → the messages before it
         self.is_canonical: dict[int, bool] = {}  # an answer's node → whether it was written as templates write
         self.counts: Counter[str] = Counter()
@@ -152,8 +184,11 @@ class World:
     def _words(self) -> str:
         return " ".join(self.dice.choice(WORDS) for _ in range(self.dice.randint(1, 4)))
 
-    def _said(self) -> str:
-        """A user's or tool's text; sometimes one that quotes a control token."""
+    def _said(self) -> str | list[dict[str, Any]]:
+        """What a user or tool says: a text, sometimes one that quotes a control token, or parts with images."""
+        if self.family.image_token and self.dice.random() < 0.5:
+            parts = [self.dice.choice([{"type": "text", "text": self._words()}, *PICTURES[:3]]) for _ in range(3)]
+            return [*parts, self.dice.choice(PICTURES)]
         if self.dice.random() < 0.1:
             return f"{self._words()} {self.dice.choice(self.family.special)} {self._words()}"
         return self._words()
@@ -225,11 +260,22 @@ class World:
             if self._text_of(ask.context_ids) != text:
                 raise Wrong(f"the context is {self._text_of(ask.context_ids)!r}, the template writes {text!r}")
         self.counts["continued otherwise"] += ask.is_continued and not self._path_is_canonical(ask.parent)
+        self._check_images(ask)
         if not text.endswith(self._text_of(ask.added_ids)):
             raise Wrong(f"what is added is {self._text_of(ask.added_ids)!r}, the template writes {text!r}")
         if not ask.is_continued and self._text_of(ask.context_ids) != text:
             raise Wrong(f"a root is {self._text_of(ask.context_ids)!r}, the template writes {text!r}")
         return ask
+
+    def _check_images(self, ask: Ask) -> None:
+        """Each image of the messages has its own tokens, in order, and no other token is an image's."""
+        contents = [each["content"] for each in ask.messages if isinstance(each.get("content"), list)]
+        said = [part["digest"] for content in contents for part in content if part["type"] == "image"]
+        if said != [place.digest for place in ask.images]:
+            raise Wrong("the images of a context are others than those of its messages")
+        tokens = [at for at, each in enumerate(ask.context_ids) if token_text(self.template, each) == IMAGE_TOKEN]
+        if tokens != [at for place in ask.images for at in range(place.start, place.end)]:
+            raise Wrong("images stand elsewhere than their tokens")
 
     def _could_continue(self, node: int, text: str, ask: Ask) -> bool:
         """Whether an ask's text begins with a path that could be extended, and its messages with what was said on it.
@@ -258,6 +304,7 @@ class World:
         late = Side(name="routed_experts", start=echo.start, end=len(ids) - unread, array=seen[: len(seen) - unread])
         answer = self.conversation.answer(ask, ids, logprobs, [span], finish, sides=[echo, late])
         self.made[answer.node] = (ask.context_ids, ids)
+        self.seen[answer.node] = ask.images
         self.said[answer.node] = list(ask.messages)
         self.is_canonical[answer.node] = is_canonical
         node = self.conversation.nodes[answer.node]
@@ -283,7 +330,8 @@ class World:
             raise Wrong("a leaf is no answer")
         self._check_record()
         self.counts["stored"] += sum(len(node.ids) for node in nodes)
-        self.counts["needed"] += distinct_count([self.conversation.ids(index) for index in self.made])
+        lines = [told_apart(self.conversation.ids(index), self.seen[index]) for index in self.made]
+        self.counts["needed"] += distinct_count(lines)
 
     def _check_record(self) -> None:
         """Some branch has what the engine saw and made; a branch has the messages that led to its answer."""
@@ -297,10 +345,14 @@ class World:
         record = self.conversation.record()
         rollout = Rollout.decode(Rollout(**facts, turn_count=1, attempt=0, seed=0, **record).encode())
         branches = rollout.branches()
-        lines = [np.concatenate((each.prompt_ids, each.completion_ids)).tobytes() for each in branches]
-        for seen, made in self.made.values():
-            if not any(line.startswith(np.concatenate((seen, made)).tobytes()) for line in lines):
+        lines = [_line(each).tobytes() for each in branches]
+        for index, (seen, made) in self.made.items():
+            line = told_apart(np.concatenate((seen, made)), self.seen[index]).tobytes()
+            if not any(each.startswith(line) for each in lines):
                 raise Wrong("no branch is what the engine saw and made")
+        files = {image.digest for each in branches for image in each.images}
+        if files != {place.digest for places in self.seen.values() for place in places}:
+            raise Wrong("the rollout's images are others than the engine's")
         for each in branches:
             echoes = each.side("echo", of_prompt=True), each.side("echo")
             parts = zip((each.prompt_ids, each.completion_ids), echoes, strict=True)
@@ -319,9 +371,10 @@ class World:
                 raise Wrong("the messages on a path are others than those that were asked")
 
     def _text_of(self, ids: Int32) -> str:
-        """The text of ids; where a tokenizer puts a space before each text, without those spaces."""
+        """The text of ids, an image as one token; where a tokenizer puts a space before each text, without those."""
         if not self.family.is_like_sentencepiece:
-            return self.template.decode(ids)
+            text, token = self.template.decode(ids), self.family.image_token
+            return re.sub(f"(?:{re.escape(token)})+", token, text) if token else text
         parts, run = [], []
         for each in [*ids.tolist(), -1]:
             token = token_text(self.template, each) if each >= 0 else ""
@@ -332,6 +385,13 @@ class World:
             parts += [text.removeprefix(" "), token]
             run = []
         return "".join(parts)
+
+
+def _line(branch: Branch) -> Int32:
+    """The tokens of a branch, images told apart."""
+    first = len(branch.prompt_ids)
+    images = [ImagePlace(each.start + first, each.end + first, each.digest) for each in branch.images]
+    return told_apart(np.concatenate((branch.prompt_ids, branch.completion_ids)), images)
 
 
 def distinct_count(lines: list[Int32]) -> int:

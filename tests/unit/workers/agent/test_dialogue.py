@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Broker:
         encoded = self.tokenizer._tokenizer(text + end, add_special_tokens=False)["input_ids"]
         return list(encoded)
 
-    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes]) -> TurnResult:
         turn = int(job.turn_id.rsplit(".", 1)[1])
         job = TurnJob.decode(job.encode())
         assert self.says(turn)[-1] in job.sampling.stop_ids

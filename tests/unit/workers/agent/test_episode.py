@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,7 @@ class Broker:
         if self.event_count in self.kills:
             raise Killed
 
-    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes]) -> TurnResult:
         self.live()
         first = self.asked.setdefault(job.turn_id, job)  # a turn that is under way stays the one it is
         assert job.sampling == first.sampling
@@ -240,7 +241,7 @@ def test_a_result_made_in_another_context_is_not_taken() -> None:
     # Given a broker that answers with a turn of some other trajectory
     broker = Broker()
 
-    async def mixed_up(claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
+    async def mixed_up(claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes]) -> TurnResult:
         return made(
             TurnJob(
                 turn_id=job.turn_id,

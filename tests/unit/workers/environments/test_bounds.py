@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -48,7 +48,7 @@ class OddExit(BaseException):
 
 
 class Caller:
-    async def ask(self, claim: TrajectoryClaim, job: TurnJob) -> TurnResult:
+    async def ask(self, claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes]) -> TurnResult:
         return result_of(job.turn_id, (7,), finish_reason="length")
 
     async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
