@@ -54,6 +54,33 @@ class Sums(Environment):
         self._left = snapshot["left"]
 
 
+class Pictures(Sums):
+    """Shows `task["pictures"]`, parts of messages: all with its first question, one with each result of the tool."""
+
+    async def reset(self, task: dict[str, Any], seed: int) -> Observation:
+        first = await super().reset(task, seed)
+        self._pictures = task["pictures"]
+        first.messages[1]["content"] = [{"type": "text", "text": "one and two?"}, *self._pictures]
+        return first
+
+    async def step(self, action: Any) -> Step:
+        step = await super().step(action)
+        for message in step.messages:
+            message["content"] = [{"type": "text", "text": message["content"]}, self._pictures[self._left - 1]]
+        return step
+
+    async def snapshot(self) -> dict[str, Any]:
+        return {**await super().snapshot(), "pictures": self._pictures}
+
+    async def restore(self, snapshot: dict[str, Any]) -> None:
+        await super().restore(snapshot)
+        self._pictures = snapshot["pictures"]
+
+
+class PicturesBySnapshot(Pictures):
+    recovery = "snapshot"
+
+
 class SumsBySnapshot(Sums):
     recovery = "snapshot"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import subprocess
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import EnvironmentFailed, FabricError
+from rollfab.fabric.contract.images import ImagePlace, digest_of
 from rollfab.fabric.contract.records import Rollout, RunConfig, Span, TrajectoryJob, TurnJob, TurnResult
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.workers.agent import dialogue
@@ -24,8 +26,16 @@ from rollfab.workers.engines.model_tokenizer import HubTokenizer
 from rollfab.workers.environments.registry import Registry
 from tests.support.records import result_of
 from tests.unit.fabric.chat.families import FAMILIES, build_tokenizer, chat_template
+from tests.unit.fabric.chat.world import PICTURES
 
-KINDS = {"replay": "Sums", "snapshot": "SumsBySnapshot", "process": "SumsInAProcess", "meddler": "Meddler"}
+KINDS = {
+    "replay": "Sums",
+    "snapshot": "SumsBySnapshot",
+    "process": "SumsInAProcess",
+    "meddler": "Meddler",
+    "pictures": "Pictures",
+    "pictures by snapshot": "PicturesBySnapshot",
+}
 TWINS = {"inside": "AnswersInside", "process": "AnswersInAProcess"}
 PAIRS = [f"{kind}=tests.support.worlds.chat_worlds:{name}" for kind, name in KINDS.items()]
 TWIN_PAIRS = [f"{kind}=tests.support.worlds.twin_worlds:{name}" for kind, name in TWINS.items()]
@@ -42,6 +52,8 @@ class Tiny(HubTokenizer):
 
     def __init__(self, family: str) -> None:
         self._tokenizer = build_tokenizer(FAMILIES[family])
+        if FAMILIES[family].image_token:
+            self.chat = chat_template(family)
 
 
 class Broker:
@@ -54,6 +66,7 @@ class Broker:
         self.settled: list[TurnResult] = []
         self.tags: list[str] = []  # the grammars that turns were asked for with
         self.snapshot: bytes | None = None
+        self.shown: list[tuple[ImagePlace, ...]] = []  # by call
 
     def says(self, turn: int) -> list[int]:
         call = {
@@ -73,6 +86,8 @@ class Broker:
     async def ask(self, claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes]) -> TurnResult:
         turn = int(job.turn_id.rsplit(".", 1)[1])
         job = TurnJob.decode(job.encode())
+        assert {place.digest for place in job.images} <= files.keys()
+        self.shown.append(job.images)
         assert self.says(turn)[-1] in job.sampling.stop_ids
         self.tags.append(job.sampling.guided_tag)
         if turn == len(self.settled):
@@ -191,6 +206,30 @@ def test_another_agent_goes_on_with_the_same_dialogue(kind: str, kills: tuple[in
     rollout = play(broker, kind)
     check_exact(broker, rollout)
     assert rollout.encode() == undisturbed.encode()
+
+
+@pytest.mark.parametrize("kind", ["pictures", "pictures by snapshot"])
+@pytest.mark.parametrize("kills", [(), (0,), (1,), (3,), (0, 1, 2, 3)])
+def test_a_world_shows_images_and_another_agent_goes_on_with_them(kind: str, kills: tuple[int, ...]) -> None:
+    task = {"count": 2, "pictures": PICTURES[:2]}
+    undisturbed = play(Broker("qwen2.5-vl"), kind, task=task)
+    broker = Broker("qwen2.5-vl", kills=kills)
+
+    rollout = play(broker, kind, task=task)
+
+    check_exact(broker, rollout)
+    assert rollout.encode() == undisturbed.encode()
+    [branch] = rollout.branches()
+    first, second = (digest_of(base64.b64decode(each["image_url"]["url"].partition(",")[2])) for each in PICTURES[:2])
+    assert [image.digest for image in branch.images] == [first, second, second, first]
+    assert [len(places) for places in broker.shown] == sorted(len(places) for places in broker.shown)
+    last, prompt = broker.shown[-1], len(branch.prompt_ids)
+    assert [place.start - prompt for place in last] == [image.start for image in branch.images[: len(last)]]
+
+
+def test_images_for_a_model_that_sees_none_fail_the_attempt_by_name() -> None:
+    with pytest.raises(EnvironmentFailed, match=r"qwen2\.5 takes no images: say it in words"):
+        play(Broker("qwen2.5"), "pictures", task={"pictures": PICTURES[:1]})
 
 
 def test_a_world_that_writes_over_what_it_holds_changes_nothing_that_was_said() -> None:
