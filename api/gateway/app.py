@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...fabric.chat.image_parts import images_in
+from ...fabric.chat.image_parts import url_bytes
 from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.sampling import shown
@@ -235,8 +235,7 @@ def _is_repeated(request: Request) -> bool:
 
 def _weight(call: Call, sent: bytes) -> int:
     """Return how large a request is for who tokenises it: an image's bytes are only decoded, which takes far less."""
-    parts = [part for part in images_in(call.messages or ()) if part["type"] == "image_url"]
-    urls: int = sum(len(part["image_url"]["url"]) for part in parts)
+    urls = url_bytes(call.messages or ())
     return len(sent) - urls + urls // IMAGE_BYTES_PER_TEXT_BYTE
 
 

@@ -17,6 +17,7 @@ TASK_BYTES_MAX = MIB  # as JSON; travels once per trajectory and once per group
 GROUP_SIZE_MAX = 10_000  # trajectories pushed by one script, which holds the broker meanwhile (about 20 ms)
 PROMPT_TOKENS_MAX = MIB  # of one turn: the whole context; longer than any model's
 OBSERVATION_BYTES_MAX = MIB  # as UTF-8: four bytes for each token of a context of 262,144; tokenised in a second
+OBSERVATION_IMAGES_BYTES_MAX = 4 * MIB  # of its images as base64, beside its text: 3 MiB of files
 INFO_BYTES_MAX = MIB  # as JSON, of one step; the last one travels with its rollout
 SNAPSHOT_BYTES_MAX = 8 * MIB  # as JSON; written once per turn
 SNAPSHOTS_BYTES_MAX = 256 * MIB  # of memory, for all snapshots that one agent is saving or restoring

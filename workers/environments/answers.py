@@ -12,6 +12,7 @@ import asyncio
 import itertools
 from typing import Any
 
+from ...fabric.chat.image_parts import url_bytes
 from ...fabric.chat.messages import check_messages, check_tools
 from ...fabric.contract.errors import EnvironmentFailed, InputError, PayloadTooLarge
 from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
@@ -19,6 +20,7 @@ from ...fabric.contract.sampling import TOKEN_ID_MAX, is_whole
 from ...fabric.contract.wire import check_size, dump_json
 from .base import Observation, Step, show
 from .process_main import Refused, fit
+from .spawn import ROW_LIMITS
 
 BRIEF = 16 * KIB  # characters, or values: a thread checks, tokenises and encodes anything longer
 
@@ -79,15 +81,20 @@ async def _check(where: str, what: str, row: dict[str, Any]) -> dict[str, Any]:
 def _checked(what: str, row: dict[str, Any]) -> dict[str, Any]:
     _check_weight(f"{what}: its info is", row["info"], INFO_BYTES_MAX)
     for name in ("messages", "tools", "ids"):
-        _check_weight(f"{what}: its {name} are", row.get(name), OBSERVATION_BYTES_MAX)
-    fit(what, row, OBSERVATION_BYTES_MAX, INFO_BYTES_MAX)
+        _check_weight(f"{what}: its {name} are", row.get(name), ROW_LIMITS.get(name, OBSERVATION_BYTES_MAX))
+    fit(what, row, ROW_LIMITS)
     if not all(is_whole(each) and 0 <= each <= TOKEN_ID_MAX for each in row.get("ids", ())):
         raise Refused("answer", f"{what}: its ids are other than token ids")
     checks = {"messages": check_messages, "tools": check_tools}
     try:
-        return {**row, **{name: check(row[name]) for name, check in checks.items() if row.get(name)}}
+        checked = {**row, **{name: check(row[name]) for name, check in checks.items() if row.get(name)}}
     except (InputError, PayloadTooLarge) as error:
         raise Refused("answer", f"{what}: {error.message}") from error
+    size = len(dump_json(checked.get("messages", ()))) - url_bytes(checked.get("messages", ()))
+    if size > OBSERVATION_BYTES_MAX:
+        limit = f"the limit is {OBSERVATION_BYTES_MAX:,}: let them be shorter"
+        raise Refused("answer", f"{what}: its messages are {size:,} bytes as JSON, without their images; {limit}")
+    return checked
 
 
 def _failed(where: str, what: str, text: str) -> EnvironmentFailed:

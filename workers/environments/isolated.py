@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...fabric.contract.errors import EnvironmentFailed, FabricError
-from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
+from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX, OBSERVATION_IMAGES_BYTES_MAX
 from .base import Access, Environment, Observation, Played, Step, check_settings, show
 from .pool import ProcessPool
 from .process import EnvironmentProcess
@@ -24,7 +24,8 @@ STEP = ("text", "reward", "terminated", "truncated", "info", "messages")
 # process_main.py refuses texts and infos over their own limits, with advice; these bounds are for foreign code that
 # writes to the channel itself.
 BYTES_MAX = {"snapshot": ANSWER_BYTES_MAX}
-ROW_BYTES_MAX = 2 * OBSERVATION_BYTES_MAX + INFO_BYTES_MAX + 64 * KIB  # messages and tools, or a text with escapes
+# Messages and tools, or a text with escapes.
+ROW_BYTES_MAX = 2 * OBSERVATION_BYTES_MAX + OBSERVATION_IMAGES_BYTES_MAX + INFO_BYTES_MAX + 64 * KIB
 
 
 class IsolatedEnvironment(Environment):

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...fabric.contract.errors import EnvironmentFailed
-from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX, WORLD_MEMORY_BYTES_MAX
+from ...fabric.contract.limits import KIB, WORLD_MEMORY_BYTES_MAX
 from .confinement import UNASKED, Confinement, means
 from .process import EnvironmentProcess
-from .spawn import Program
+from .spawn import ROW_LIMITS, Program
 
 log = logging.getLogger(__name__)
 
@@ -155,12 +155,11 @@ class ProcessPool:
         process = await EnvironmentProcess.start(program, confinement, self._config.memory_bytes_max, self._liveness[0])
         self._running.add(process)
         try:
-            limits = {"text": OBSERVATION_BYTES_MAX, "info": INFO_BYTES_MAX}
             arguments = {
                 "target": program.target,
                 "path": program.path(),
                 "is_first": program.python is None,
-                "limits": limits,
+                "limits": ROW_LIMITS,
                 "decoder": program.decoder,
             }
             answer = await process.call("load", arguments, self._config.start_s, bytes_max=64 * KIB)

@@ -85,7 +85,7 @@ class Stage:
         is_first: `path` comes before the interpreter's own places. limits: the most bytes of a text and of an info.
         decoder: names the function that makes rollouts of bytes; given if the target is a reward function.
         """
-        self._text_bytes_max, self._info_bytes_max = limits["text"], limits["info"]
+        self._limits = limits
         own = [each for each in sys.path if each not in path]
         sys.path[:] = [*path, *own] if is_first else [*own, *path]
         if decoder is not None:
@@ -171,7 +171,7 @@ class Stage:
         return self._fit("play", {**row, "truncated": bool(answer.get("truncated"))})
 
     def _fit(self, what: str, row: dict[str, Any]) -> dict[str, Any]:
-        return fit(what, row, self._text_bytes_max, self._info_bytes_max)
+        return fit(what, row, self._limits)
 
     def snapshot(self) -> Any:
         """Return the world's state as plain JSON values."""
@@ -202,15 +202,19 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def fit(what: str, row: dict[str, Any], text_bytes_max: int, info_bytes_max: int) -> dict[str, Any]:
-    """Return the row if it may travel; refuse it where it arose, before any other process has to carry it."""
+def fit(what: str, row: dict[str, Any], limits: dict[str, int]) -> dict[str, Any]:
+    """Return the row if it may travel; refuse it where it arose, before any other process has to carry it.
+
+    limits: bytes of text, info and messages, which may hold images; tools and ids have a text's.
+    """
+    said = [name for name in (*CHAT, "ids") if row.get(name)]
     sizes = (
-        ("text", "is", text_bytes_max, "as UTF-8", "let it be shorter"),
-        ("info", "is", info_bytes_max, "as JSON", "say less in it, or put it into a file and its path there"),
-        *((name, "are", text_bytes_max, "as JSON", "let them be shorter") for name in (*CHAT, "ids") if row.get(name)),
+        ("text", "is", "as UTF-8", "let it be shorter"),
+        ("info", "is", "as JSON", "say less in it, or put it into a file and its path there"),
+        *((name, "are", "as JSON", "let them be shorter") for name in said),
     )
-    for name, verb, limit, form, advice in sizes:
-        value = row[name]
+    for name, verb, form, advice in sizes:
+        value, limit = row[name], limits.get(name, limits["text"])
         try:
             told = value if name == "text" else to_json(value)
             size = len(told if len(told) > limit else told.encode()) if isinstance(told, str) else 0  # refused later

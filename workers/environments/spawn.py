@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...fabric.contract.errors import ConfigError
-from ...fabric.contract.limits import SNAPSHOT_BYTES_MAX
+from ...fabric.contract.limits import (
+    INFO_BYTES_MAX,
+    OBSERVATION_BYTES_MAX,
+    OBSERVATION_IMAGES_BYTES_MAX,
+    SNAPSHOT_BYTES_MAX,
+)
 from .confinement import Confinement, holding, means
 
 MAIN = Path(__file__).with_name("process_main.py")
@@ -24,6 +29,12 @@ NICENESS = 5  # for users' code, so that it gives way to all agents and workers
 THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 COMMAND = "!"  # begins the target of an agent that is a command (process_main.py)
 ANSWER_BYTES_MAX = SNAPSHOT_BYTES_MAX  # of any answer; a longer one is not read
+# Of an answer's fields, in bytes; those that are not here have a text's.
+ROW_LIMITS = {
+    "text": OBSERVATION_BYTES_MAX,
+    "info": INFO_BYTES_MAX,
+    "messages": OBSERVATION_BYTES_MAX + OBSERVATION_IMAGES_BYTES_MAX,
+}
 
 
 @dataclass(frozen=True, slots=True)

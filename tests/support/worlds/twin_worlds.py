@@ -35,6 +35,14 @@ class InAProcess(Inside):
 
 
 USER = {"role": "user", "content": "one and two?"}
+
+
+def image_of(count: int) -> dict[str, Any]:
+    """A message with an image that takes so many characters."""
+    url = f"data:image/png;base64,{'A' * count}"
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
 OBSERVATIONS: dict[str, Callable[[], Any]] = {
     "well": lambda: Observation(messages=[USER], tools=[ADD]),
     "a text": lambda: Observation("?"),
@@ -49,6 +57,8 @@ OBSERVATIONS: dict[str, Callable[[], Any]] = {
     "a key that is a number": lambda: Observation(messages=[{**USER, 1: "?"}]),
     "info that is no JSON": lambda: Observation(messages=[USER], info={"world": Observation}),
     "large messages": lambda: Observation(messages=[{**USER, "content": "x" * (2 << 20)}]),
+    "a large image": lambda: Observation(messages=[image_of(2 << 20)]),
+    "larger images": lambda: Observation(messages=[image_of(3 << 20)] * 2),
     "large tools": lambda: Observation(messages=[USER], tools=[{**ADD, "more": "x" * (2 << 20)}]),
 }
 STEPS: dict[str, Callable[[], Any]] = {
