@@ -41,13 +41,12 @@ from ..rules.lending.terms import (
 )
 from ..rules.queue.runs import check_same_run
 from . import keys as names
-from .keys import ShardKeys, WeightKeys
+from .keys import RunShards, ShardKeys, WeightKeys
 from .leases import RedisLeases, beat_age
 from .rollouts import stream_rows
 from .row_survey import remove_row, survey_rows
 from .rows import BadRows, event_row, lease_row, lend_row, run_row, sharing_row, worker_row
 from .scripts import Argument
-from .shards import RunShards
 from .status import details_of, queue_status, read_status, sum_up, unknown_run
 
 log = logging.getLogger(__name__)

@@ -28,10 +28,9 @@ from ..contract.wire import check_size, dump_json
 from ..ports.queue import BadRow, RunStatus, Survey
 from ..rules.lending.lease import has_ended
 from . import keys as names
-from .keys import ShardKeys
+from .keys import RunShards, ShardKeys
 from .rows import BadRows, lease_row, plan_row, shown_name, worker_row
 from .scripts import Call, Scripts
-from .shards import RunShards
 from .status import queue_status, read_status, sum_up
 
 STANDING = 0

@@ -30,10 +30,9 @@ from ..ports.queue import ConsumerBeat, Delivery, GroupPush
 from ..rules.queue.push import DEAD_COUNT_MAX, outcome, too_many_bytes, too_many_dead, too_many_open
 from ..rules.queue.retries import NO_LETTER, RERUN_COUNT_MAX, is_stale, not_held, too_stale
 from .durability import Durability, call_durably
-from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER
+from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER, RunShards
 from .rows import BadRows, GroupFacts, given_up_row, letter_row, rollout_rows
 from .scripts import Call, Owner, Scripts
-from .shards import RunShards
 from .status import unknown_run
 
 LOOK_BACK_S = 5.0  # how often a consumer asks for groups that it was sent but never saw (the answer was lost)

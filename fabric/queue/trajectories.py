@@ -33,10 +33,9 @@ from ..rules.queue.retries import (
     is_suspect,
     too_stale,
 )
-from .keys import ShardKeys
+from .keys import RunShards, ShardKeys
 from .rows import given_up_row, job_row
 from .scripts import Scripts
-from .shards import RunShards
 
 log = logging.getLogger(__name__)
 

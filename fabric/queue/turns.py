@@ -24,10 +24,9 @@ from ..contract.errors import FirstError, WireError
 from ..contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Sampling, TokenLog, TurnJob, TurnResult
 from ..ports.queue import Exchange, NotPushed, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
-from .keys import INBOX_TTL_MS, ShardKeys
+from .keys import INBOX_TTL_MS, RunShards, ShardKeys
 from .rows import is_job_name, shown_name, turn_row
 from .scripts import Call, Scripts
-from .shards import RunShards
 
 log = logging.getLogger(__name__)
 

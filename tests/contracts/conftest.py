@@ -14,10 +14,9 @@ from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.queue import board
 from rollfab.fabric.queue.board import RedisLeaseBoard
-from rollfab.fabric.queue.keys import CLOCK
+from rollfab.fabric.queue.keys import CLOCK, RunShards
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.fabric.queue.scripts import Call, Scripts, keys_of
-from rollfab.fabric.queue.shards import RunShards
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
 from tests.standin.broker import Broker, DirectClient

@@ -19,9 +19,8 @@ from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.queue.board import RedisLeaseBoard
-from rollfab.fabric.queue.keys import CONSUMER_GROUP_TRAINER
+from rollfab.fabric.queue.keys import CONSUMER_GROUP_TRAINER, RunShards
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
-from rollfab.fabric.queue.shards import RunShards
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from rollfab.workers.rewards.jobs import check_queue, enqueue, open_queue

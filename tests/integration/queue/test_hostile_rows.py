@@ -24,8 +24,7 @@ from rollfab.fabric.contract.sharing import SharingReport
 from rollfab.fabric.contract.text import HARMFUL
 from rollfab.fabric.ports.queue import TurnPush
 from rollfab.fabric.queue import keys
-from rollfab.fabric.queue.keys import ShardKeys, WeightKeys
-from rollfab.fabric.queue.shards import RunShards
+from rollfab.fabric.queue.keys import RunShards, ShardKeys, WeightKeys
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from tests.contracts.test_queue import rollout_of
