@@ -95,7 +95,7 @@ def _of_user(content: Any, where: str) -> list[Message]:
     messages: list[Message] = []
     for fields, kind, place in _blocks(content, where):
         if kind in ("text", "image"):
-            part = _part(fields, kind)
+            part = _part(fields, kind, place)
             if not messages or messages[-1]["role"] != "user":
                 messages.append({"role": "user", "content": []})
             messages[-1]["content"].append(part)
@@ -151,20 +151,21 @@ def _texts(content: Any, where: str, *, may_see: bool = False) -> Any:
         if kind != "text" and not (may_see and kind == "image"):
             expected = "text or image" if may_see else "text"
             raise InputError(f"{place} is {shown(kind)}, expected {expected}", name="messages")
-        found.append(_part(fields, kind))
+        found.append(_part(fields, kind, place))
         fields.ignore("citations")
         fields.close()
     return found
 
 
-def _part(fields: Body, kind: str) -> dict[str, Any]:
+def _part(fields: Body, kind: str, place: str) -> dict[str, Any]:
     """Return a text or image block as a part of chat completions."""
     if kind == "text":
         return {"type": "text", "text": fields.required("text", str)}
-    source = Body(fields.required("source", dict), "source")
+    source = Body(fields.required("source", dict), f"{place}: source")
     if (form := source.take("type")) != "base64":
         raise InputError(
-            f"source is {shown(form)}, expected base64: nothing is fetched from an address", name="messages"
+            f"{place}: the source of the image is {shown(form)}, expected base64: nothing is fetched from an address",
+            name="messages",
         )
     url = f"data:{source.required('media_type', str)};base64,{source.required('data', str)}"
     source.close()

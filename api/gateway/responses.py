@@ -100,7 +100,11 @@ def _messages(instructions: str | None, items: Any) -> list[Message]:
         else:
             messages.append(message)
         is_open = message["role"] == "assistant"
-    return check_messages(messages)
+    try:
+        return check_messages(messages)
+    except InputError as error:
+        error.facts.setdefault("name", "input")
+        raise
 
 
 def _goes_on(last: Message, message: Message) -> bool:

@@ -35,8 +35,7 @@ from ..contract.sharing import LendSetting, SharingReport
 from ..rules.queue.curve import Curve
 from .weights import WeightStore
 
-# The trajectory's claim is lost; the trajectory has had all its turns; the broker lacks images that its job names.
-NotPushed = Literal["lost", "over", "images"]
+NotPushed = Literal["lost", "over"]  # the trajectory's claim is lost; the trajectory has had all its turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,8 @@ class TurnClaim:
 class TurnPush:
     """An agent asks for a turn of a trajectory that it holds. turn_count_max: see its claim.
 
-    images: by digest, those of the job that the broker may not have yet; it keeps them until the trajectory ends.
+    images: the files of all images in the job, by digest. The broker gets those that it lacks, and keeps them until the
+    trajectory ends.
     """
 
     trajectory_id: str

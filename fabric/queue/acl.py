@@ -72,7 +72,7 @@ HELD_KEYS = "{weights}:head {weights}:manifests {weights}:holders {weights}:hold
 
 AGENT = Rights(
     purpose="drives trajectories, asks for turns, asks for rewards",
-    scripts=f"{BEAT} claim renew settle_trajectory fail_trajectory release reap push_turns settle_turns "
+    scripts=f"{BEAT} claim renew settle_trajectory fail_trajectory release reap push_turns put_images settle_turns "
     "cancel_turns late_groups close_group",
     commands=f"{LEAVE} blpop hget hmget xread xdel {RQ_ASK}",
     reads="{rf}:runs {run}:leases",

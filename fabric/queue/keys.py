@@ -68,6 +68,8 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    snapshot (JSON). Deleted when the job ends.
   rf:{run.s}:turn:agent     HASH   turn_id → agent_id that waits for it. Deleted when its trajectory ends.
   rf:{run.s}:turn:result    HASH   turn_id → TurnResult, for recovery. Deleted when its trajectory ends.
+  rf:{run.s}:turn:image     HASH   "trajectory_id/digest" → an image that its turns show, as a file; trajectory_id →
+                                   their digests, a blank before each. Deleted when the trajectory ends.
   rf:{run.s}:inbox:<agent>  STREAM id, result: settled turns for one agent. Entries deleted by it; TTL INBOX_TTL_MS.
 
 Weights: tag {run.w}
@@ -193,6 +195,7 @@ class ShardKeys:
         self.turn = self._jobs("turn")
         self.turn_agent = f"{self.base}:turn:agent"
         self.turn_result = f"{self.base}:turn:result"
+        self.turn_image = f"{self.base}:turn:image"
 
     def _jobs(self, kind: str) -> JobKeys:
         ready = tuple(f"{self.base}:{kind}:ready:{urgency}" for urgency in range(URGENCY_COUNT))

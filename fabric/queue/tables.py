@@ -18,6 +18,7 @@ from typing import Any
 from ..contract.agreement import Agreement
 from ..contract.fields import WHOLE_MAX
 from ..contract.ids import NAME
+from ..contract.images import digest_of
 from ..contract.lease_plan import LeasePlan
 from ..contract.limits import MIB
 from ..contract.records import DeadLetter, Rollout, TokenLog, TurnResult
@@ -51,6 +52,7 @@ RECORD = re.compile(rb"\S+ \d+ \d+ \d+ \d+ (\d+ \d+ \d+ )?\S+")  # as queue/lua/
 RECORD_LENGTH_MAX = 400
 CLOCK = re.compile(rb"(?=.{1,31}\Z)\d+ \d+")
 LEADER = re.compile(rb"[^\s/]+/?\S* \d+ \d+")
+DIGESTS = re.compile(rb"( [0-9a-f]{32})+")
 OPEN = re.compile(rb"[012] -?\d+ \d+")
 SUMS_OF_GROUP = frozenset((b"size", b"quorum", b"priority", b"completed", b"failed", b"cancelled", b"bytes"))
 SUMS_OF_RUN = frozenset((b"head_version", b"staleness", b"depth", b"depth_max", b"bytes", b"bytes_max"))
@@ -156,6 +158,15 @@ def _result(run: str, name: bytes, fields: dict[bytes, bytes]) -> None:
     TurnResult.decode(fields.get(b"result", b""))
 
 
+def _image(run: str, name: bytes, raw: bytes) -> None:
+    trajectory_id, is_file, digest = name.partition(b"/")
+    _require(is_job_name(trajectory_id), "it is no job's name")
+    if is_file:
+        _require(digest.decode() == digest_of(raw), "it is another file than its name says")
+    else:
+        _require(DIGESTS.fullmatch(raw), f"{raw[:40]!r} is no list of digests")
+
+
 def _manifest(run: str, name: bytes, raw: bytes) -> None:
     _require(version_rows(run, [name]), "it is no version and kind")
     WeightManifest.unpack(raw)
@@ -216,6 +227,7 @@ SHARD: Tables = {
     "turn:log": ("hash", lambda run, name, raw: TokenLog.decode(raw)),
     "turn:agent": ("hash", _text),
     "turn:result": ("hash", lambda run, name, raw: TurnResult.decode(raw)),
+    "turn:image": ("hash", _image),
     "inbox:*": ("stream", _result),
 }
 for _kind in ("trajectory", "turn"):

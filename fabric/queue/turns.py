@@ -24,6 +24,7 @@ from ..contract.errors import FirstError, WireError
 from ..contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Sampling, TokenLog, TurnJob, TurnResult
 from ..ports.queue import Exchange, NotPushed, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
+from .images import ImageTable, digests_in
 from .keys import INBOX_TTL_MS, RunShards, ShardKeys
 from .rows import is_job_name, shown_name, turn_row
 from .scripts import Call, Scripts
@@ -34,6 +35,7 @@ CLAIM_MS = 2_000  # the stall timeout: a worker that says nothing for this long 
 REAP_COUNT = 256  # per call: bounds the time a script holds the broker
 RESULT_COUNT = 512  # results taken from an inbox at once
 NOT_PUSHED: dict[int, NotPushed] = {0: "lost", -1: "over"}  # by the script's answer
+LACKS_IMAGES = -2
 
 T = TypeVar("T")
 
@@ -46,6 +48,7 @@ class RedisTurnQueue:
         self._scripts = Scripts(client)
         self._shards = RunShards(run.run_id, run.shard_count)
         self._claim_ms = claim_ms
+        self._images = ImageTable(client, self._scripts)
         self._taken: dict[str, list[bytes]] = {}  # inbox → entries read last time, deleted together with the next read
 
     def _by_shard(self, rows: Iterable[tuple[str, T]]) -> dict[int, list[T]]:
@@ -58,13 +61,23 @@ class RedisTurnQueue:
         answers: dict[tuple[str, int], NotPushed | None] = {}
         for shard, part in self._by_shard((push.trajectory_id, push) for push in pushes).items():
             keys = self._shards.all[shard]
-            args: list[Any] = [agent_id]
-            for push in part:
-                args += [push.trajectory_id, push.fence, push.job.turn_id, push.turn_count_max, push.job.encode()]
             with translate():
-                codes = await self._scripts.call("push_turns", [keys, keys.inbox(agent_id)], args)
+                codes = await self._push(agent_id, keys, part)
+                if unseen := [push for push, code in zip(part, codes, strict=True) if code == LACKS_IMAGES]:
+                    for push in unseen:
+                        await self._images.put(agent_id, keys, push)
+                    codes = await self._push(agent_id, keys, part)
             answers |= {_name(push): NOT_PUSHED.get(code) for push, code in zip(part, codes, strict=True)}
         return [answers[_name(push)] for push in pushes]
+
+    async def _push(self, agent_id: str, keys: ShardKeys, pushes: Sequence[TurnPush]) -> list[int]:
+        args: list[Any] = [agent_id]
+        for push in pushes:
+            job = push.job
+            args += [push.trajectory_id, push.fence, job.turn_id, push.turn_count_max, job.encode()]
+            args.append(" ".join(digests_in(job)))
+        codes: list[int] = await self._scripts.call("push_turns", [keys, keys.inbox(agent_id)], args)
+        return codes
 
     async def cancel(self, agent_id: str, pushes: Sequence[TurnPush]) -> None:
         for shard, part in self._by_shard((push.trajectory_id, push) for push in pushes).items():
@@ -143,7 +156,9 @@ class RedisTurnQueue:
                 answer_of = dict(zip(calls, answers, strict=True))
                 # The claims first: the broker tells of them once. Raise refusals after all else was read.
                 if (claimed := _made(answer_of.get("claim"))) is not None:
-                    await self._give_up(worker_id, keys, self._read_claims(keys, claimed, outcome))
+                    unread = self._read_claims(keys, claimed, outcome)
+                    unread += await self._bring_images(keys, outcome)
+                    await self._give_up(worker_id, keys, unread)
                 if (renewed := _made(answer_of.get("renew"))) is not None:
                     rows = zip(kept or (), renewed, strict=True)
                     outcome.lost += [row.claim.job.turn_id for row, is_kept in rows if not is_kept]
@@ -184,6 +199,23 @@ class RedisTurnQueue:
                 except WireError as error:
                     log.warning("turn.unreadable", extra={"job_id": shown_name(row[0]), "error": str(error)})
                     unread.append(_lost(row[0], row[1], row[4], str(error)))
+        return unread
+
+    async def _bring_images(self, keys: ShardKeys, outcome: Exchange) -> list[TurnSettle]:
+        """Give new claims the files of their images; return the settling of those whose files are not there.
+
+        If the broker fails meanwhile, the claims that still lack files are dropped, and end by themselves.
+        """
+        unread = []
+        without = [claim for claim in outcome.claims if claim.job.images and not claim.images]
+        outcome.claims = [claim for claim in outcome.claims if claim not in without] if without else outcome.claims
+        for claim in without:
+            try:
+                outcome.claims.append(await self._images.bring(keys, claim))
+            except WireError as error:
+                log.warning("turn.images_missing", extra={"job_id": claim.job.turn_id, "error": str(error)})
+                result = _failed(claim.job.turn_id, str(error))
+                unread.append(TurnSettle(claim=claim, result=result))
         return unread
 
     async def _read_settles(

@@ -36,6 +36,7 @@ class World:
     again: Any  # a second view of the rollouts, as a restarted trainer has
     set_head: Callable[[int], Awaitable[None]]  # as a publisher's last step does
     set_clock_ahead: Callable[[float], Awaitable[None]]  # somebody sets the broker machine's time, by seconds
+    do: Callable[..., Awaitable[Any]]  # a command of somebody who writes there
     view: Callable[[RunConfig], World]  # the same broker with other settings of the run
 
 
@@ -132,5 +133,6 @@ def on_redis(client: Any, run: RunConfig) -> World:
         RedisRolloutStream(client, run),
         set_head,
         set_clock_ahead,
+        client.execute_command,
         lambda changed: on_redis(client, changed),
     )

@@ -10,6 +10,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import QueueFull
 from rollfab.fabric.contract.ids import trajectory_id, turn_id
+from rollfab.fabric.contract.images import ImagePlace, digest_of
 from rollfab.fabric.contract.records import (
     DeadLetter,
     Failure,
@@ -23,6 +24,7 @@ from rollfab.fabric.contract.records import (
     TurnResult,
 )
 from rollfab.fabric.ports.queue import GroupPush, Reaped, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
+from rollfab.fabric.queue.keys import RunShards
 from rollfab.fabric.rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect
 from tests.contracts.conftest import World
 from tests.support import records
@@ -290,6 +292,67 @@ async def test_tokens_saved_by_a_killed_worker_are_not_lost(world: World) -> Non
     (claim,) = (await world.turns.exchange("w2", want=1, lease_epoch=1)).claims
     assert claim.log.completion_ids.tolist() == [8]
     assert claim.loss == 1
+
+
+IMAGES = {digest_of(data): data for data in (b"one file", b"another file", b"")}
+
+
+def seeing_turn_of(claim: TrajectoryClaim, index: int = 0, *, count: int = 2) -> TurnPush:
+    """A turn that shows the first images, two tokens each, and the first one twice."""
+    push = turn_of(claim, index)
+    shown = [*list(IMAGES)[:count], next(iter(IMAGES))]
+    places = tuple(ImagePlace(2 * n, 2 * n + 2, digest) for n, digest in enumerate(shown))
+    ids = np.zeros(2 * len(shown), np.int32)
+    job = dataclasses.replace(push.job, prompt_ids=ids, images=places)
+    return dataclasses.replace(push, job=job, images=IMAGES)
+
+
+async def test_images_come_with_the_claims_of_all_turns_that_show_them_until_their_trajectory_ends(
+    world: World,
+) -> None:
+    # Given turns of one trajectory, the second of which shows an image more; its agent sends all that it has each time
+    claim = await held_one(world)
+    await lease(world)
+    for index, count in enumerate((2, 3)):
+        push = seeing_turn_of(claim, index, count=count)
+        assert await world.turns.push("a1", [push]) == [None]
+        # When they are claimed; then each place has the very bytes of its file
+        (turn,) = (await world.turns.exchange("w1", want=1, lease_epoch=1)).claims
+        assert [(each.start, each.digest) for each in turn.images] == [(p.start, p.digest) for p in push.job.images]
+        assert [each.data for each in turn.images] == [IMAGES[each.digest] for each in turn.images]
+        await world.turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result_of(turn.job.turn_id))])
+    # When the trajectory ends, then nothing is left of them: a later attempt sends its own
+    assert await world.trajectories.fail(claim.job.trajectory_id, claim.fence, letter_of(claim)) == "retry"
+    (again,) = await world.trajectories.claim("a1", 1)
+    with pytest.raises(KeyError):
+        await world.turns.push("a1", [dataclasses.replace(seeing_turn_of(again), images={})])
+    assert await world.turns.push("a1", [seeing_turn_of(again)]) == [None]
+
+
+async def test_who_lost_a_trajectory_shows_no_images_of_it(world: World) -> None:
+    claim = await held_one(world)
+    await expire(world)
+    await world.trajectories.reap("a2")
+    (other,) = await world.trajectories.claim("a2", 1)
+    assert await world.turns.push("a1", [seeing_turn_of(claim)]) == ["lost"]
+    with pytest.raises(KeyError):
+        await world.turns.push("a2", [dataclasses.replace(seeing_turn_of(other), images={})])
+
+
+async def test_a_turn_whose_images_are_gone_or_damaged_is_settled_as_an_error(world: World) -> None:
+    # Given turns that wait, of whose images somebody took one and wrote another over
+    claim = await held_one(world)
+    await lease(world)
+    assert await world.turns.push("a1", [seeing_turn_of(claim, index) for index in range(2)]) == [None, None]
+    table, name = RunShards("r1", world.run.shard_count).of(claim.job.trajectory_id).turn_image, list(IMAGES)[1]
+    for damage in ("HDEL", "HSET"):
+        values = () if damage == "HDEL" else (b"another",)
+        await world.do(damage, table, f"{claim.job.trajectory_id}/{name}", *values)
+        # When a worker claims one; then it gets none, and the agent hears why
+        assert (await world.turns.exchange("w1", want=1, lease_epoch=1)).claims == []
+        (result,) = await world.turns.results("a1", 1.0)
+        fault = "is not there" if damage == "HDEL" else "is damaged"
+        assert result.finish_reason == "error" and f"image {name} of turn {result.turn_id} {fault}" in result.error
 
 
 async def test_nothing_is_claimed_without_a_lease_or_above_its_slots(world: World) -> None:

@@ -195,7 +195,7 @@ def test_a_function_that_only_looks_at_the_trajectory_is_no_part_of_the_walk(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a program in which another file is asked about each turn, and answers at once
-    glance = "def ask(self, claim, job):\n    look(job)\n    return ask_directly(self, claim, job)\n"
+    glance = "def ask(self, claim, job, files):\n    look(job)\n    return ask_directly(self, claim, job, files)\n"
     names: dict[str, Any] = {"look": lambda job: job.turn_id, "ask_directly": TurnCaller.ask}
     exec(compile(glance, rollout_worker.__file__, "exec"), names)
     monkeypatch.setattr(TurnCaller, "ask", names["ask"])

@@ -60,6 +60,7 @@ SHARD_TABLES = {
     },
     "turn:agent": HASH,
     "turn:result": HASH,
+    "turn:image": HASH,
     "inbox:*": STREAM,
 }
 FABRIC_TABLES = {"workers": HASH, "heartbeats": ZSET, "assignments": HASH, "sharing": HASH, "clock": STRING}

@@ -179,6 +179,9 @@ class RunTables(_Tables):
         ended = {name for name, each in self.trajectories.records.items() if each.state in ("completed", "failed")}
         left = asked - (self.trajectories.records.keys() - ended)
         assert not left, f"turns of trajectories that are over: {left}"
+        shown = {name.partition("/")[0] for name in self._hash(self.keys.turn_image)}
+        left = shown - (self.trajectories.records.keys() - ended)
+        assert not left, f"images of trajectories that are over: {left}"
 
     def end_lease(self, worker_id: str) -> None:
         """Its time is over; the row is still there."""

@@ -148,7 +148,7 @@ class TurnCaller:
             ClaimLost: somebody else holds the trajectory.
             QueueFull: the trajectory has had all its turns (facts: is_final).
         """
-        push = _push(claim, job)
+        push = _push(claim, job, files)
         if not self._waiting:
             self._hear()
         call = self._waiting[job.turn_id] = _Call(push, asyncio.get_running_loop().create_future())
@@ -228,9 +228,13 @@ class TurnCaller:
                     call.answer.set_result(result)
 
 
-def _push(claim: TrajectoryClaim, job: TurnJob) -> TurnPush:
+def _push(claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes] = NO_FILES) -> TurnPush:
     return TurnPush(
-        trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job, turn_count_max=claim.turn_count_max
+        trajectory_id=claim.job.trajectory_id,
+        fence=claim.fence,
+        job=job,
+        turn_count_max=claim.turn_count_max,
+        images={place.digest: files[place.digest] for place in job.images} if files else NO_FILES,
     )
 
 

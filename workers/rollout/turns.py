@@ -323,6 +323,7 @@ class RunningTurn:
             sampling=job.sampling,
             prior_ids=prior.completion_ids if prior else NO_IDS,
             cache_salt=salt,
+            images=self.claim.images,
         )
 
     def size(self, context_tokens_max: int | None) -> TurnSize:

@@ -1,6 +1,6 @@
 -- Delete all that is kept of a trajectory's turns. Needs claims.lua before it.
 -- Turn ids count from 0 without holes, so the search ends at the first one that was never pushed.
--- keys shard.turn_agent shard.turn_result turn.deadline turn.held turn.job turn.log turn.record
+-- keys shard.turn_agent shard.turn_image shard.turn_result turn.deadline turn.held turn.job turn.log turn.record
 local function forget_turns(trajectory_id)
   local ids, unsettled, is_last = {}, {}, false
   while not is_last do
@@ -18,4 +18,10 @@ local function forget_turns(trajectory_id)
   end
   for _, key in ipairs({turn.record, shard.turn_agent, shard.turn_result}) do call_in_parts('HDEL', key, ids) end
   for _, key in ipairs({turn.job, turn.log}) do call_in_parts('HDEL', key, unsettled) end -- settling deleted the others'
+  local digests = redis.call('HGET', shard.turn_image, trajectory_id)
+  if digests then
+    local files = {trajectory_id}
+    for digest in string.gmatch(digests, '%S+') do files[#files + 1] = trajectory_id .. '/' .. digest end
+    call_in_parts('HDEL', shard.turn_image, files)
+  end
 end
