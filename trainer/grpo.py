@@ -2,13 +2,14 @@
 
 B rollouts, T tokens, K = T - 1 predictions of the next token, V the vocabulary.
 
-- A rollout's advantage is its reward relative to its group (batch.py); every token that the policy made carries it.
+- A rollout's advantage is its reward relative to its group; every token that the policy made carries it.
 - Rollouts may be older than the weights being trained. The ratio that is clipped compares with the weights at the
   start of the step; how far these are from the weights that sampled a token enters as a truncated importance weight.
 - Parameters are float32 for the presets, and published as such: rounding them to bfloat16 would make the workers
   sample from another policy than the one being trained.
 
-The loop around it, with its checkpoints, is loop.py's.
+Advantages, importance weights and padded rows are corrections.py's. The loop around it, with its checkpoints, is
+loop.py's.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..fabric.contract.records import Branch, Group, Rollout
+from ..fabric.contract.records import Group
 from ..fabric.model.presets import dtype_of, is_preset, model_config
+from .corrections import importance_weights, pad_rows, reward_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,9 @@ class Grpo:
             reward_mean, reward_std, success_fraction (where environments say), turn_count_mean, loss, ratio_mean,
             clipped_fraction, entropy, gradient_norm, staleness_mean, learning_rate, rollout_count, turn_count,
             token_count.
+
+        Raises:
+            InputError: a log-probability is NaN; nothing was learnt.
         """
         metrics = {
             **_describe(seen.groups, seen.batch),
@@ -215,8 +220,9 @@ class Grpo:
     def _update(self, batch: Batch, start_B_K: Tensor) -> dict[str, float]:
         """Make all optimiser updates of one step; return means over them."""
         rows: list[dict[str, Tensor]] = []
+        weight_B_K = self._weights(batch, start_B_K)
         for index_B in self._minibatches(len(batch)):
-            loss, facts = self._loss(batch.rows(index_B), start_B_K[index_B])
+            loss, facts = self._loss(batch.rows(index_B), start_B_K[index_B], weight_B_K[index_B])
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.gradient_norm_max)
@@ -224,13 +230,20 @@ class Grpo:
             rows.append({**facts, "loss": loss.detach(), "gradient_norm": norm})
         return {name: float(torch.stack([row[name] for row in rows]).mean()) for name in rows[0]}
 
+    def _weights(self, batch: Batch, start_B_K: Tensor) -> Tensor:
+        """Compute what the tokens of older weights are still worth, float32, shape (B, K). Raises InputError."""
+        of_next = (batch.logprobs_B_T[:, 1:], batch.completion_mask_B_T[:, 1:])
+        arrays = (each.cpu().numpy() for each in (start_B_K, *of_next))
+        weights = importance_weights(*arrays, weight_max=self.settings.importance_max)
+        return torch.from_numpy(weights).to(start_B_K.device)
+
     def _minibatches(self, row_count: int) -> Iterator[Tensor]:
         """Yield row indices of each update: every epoch visits every row once, in an order of the step number."""
         dice = torch.Generator().manual_seed(self.step_index)
         for _ in range(self.settings.epoch_count):
             yield from torch.split(torch.randperm(row_count, generator=dice), self.settings.minibatch_size)
 
-    def _loss(self, batch: Batch, start_B_K: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, batch: Batch, start_B_K: Tensor, weight_B_K: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the objective, negated, as the mean over the minibatch's policy tokens.
 
         Rows of groups that are all alike have advantage 0 and yet count in the mean. Without them, the last few rows
@@ -246,8 +259,6 @@ class Grpo:
         moved_B_K = (logprobs_B_K - start_B_K) * mask_B_K
         ratio_B_K = moved_B_K.exp()
         clipped_B_K = ratio_B_K.clamp(1 - settings.clip_fraction, 1 + settings.clip_fraction_up)
-        older_B_K = (start_B_K - batch.logprobs_B_T[:, 1:]) * mask_B_K
-        weight_B_K = older_B_K.exp().clamp(max=settings.importance_max)
         advantage_B_1 = batch.advantages_B[:, None]
         gain_B_K = weight_B_K * torch.minimum(ratio_B_K * advantage_B_1, clipped_B_K * advantage_B_1)
         penalty_B_K = ratio_B_K - 1 - moved_B_K  # k3 estimate of the KL divergence, never below 0
@@ -271,7 +282,7 @@ class Grpo:
 def _describe(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     """Describe the rollouts in numbers."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = np.array([_reward(rollout) for rollout in rollouts], dtype=np.float32)
+    rewards = np.array([reward_of(rollout) for rollout in rollouts], dtype=np.float32)
     turn_count = sum(rollout.turn_count for rollout in rollouts)
     return {
         "reward_mean": float(rewards.mean()),
@@ -294,27 +305,13 @@ def _staleness(batch: Batch, version: int | None) -> float:
 
 
 # ---------------------------------------------------------------- batch
-#
-# From groups of rollouts to padded tensors.
-#
-# B branches (a rollout is one, as a rule), T tokens of the longest (prompt and completion), G rollouts of one group.
-#
-# - Rows are padded on the right, so a causal model needs no attention mask: padding never precedes a token.
-# - Position t of `completion_mask_B_T` and `logprobs_B_T` is of token t itself, not of the token that follows it.
-# - Rollouts that failed are not in a group at all (`Group.failures`); nothing here is ever scored as 0 for them.
-
-
-VARIANCE_MIN = 1e-12  # rewards of one group that differ by less are one reward in float arithmetic
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Padded branches of rollouts.
+    """Padded branches of rollouts as tensors: see corrections.Rows.
 
-    tokens_B_T: int64, padded with 0. completion_mask_B_T: bool, True where the policy made the token.
-    logprobs_B_T: float32, natural log, as sampled; 0 where the mask is False.
-    versions_B_T: int64, the policy version that made the token, -1 where none did.
-    advantages_B: float32.
+    Rows are padded on the right, so a causal model needs no attention mask: padding never precedes a token.
     """
 
     tokens_B_T: Tensor
@@ -335,68 +332,7 @@ class Batch:
         return Batch(*(getattr(self, name).to(device) for name in Batch.__slots__))
 
 
-def group_advantages(rewards_G: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Compute how much better than its group each rollout was, in standard deviations of the group.
-
-    A group whose rewards are all equal says nothing about which rollout was better: zeros.
-
-    Args:
-        rewards_G: float32, shape (G,), finite.
-
-    Returns:
-        float32, shape (G,), mean 0.
-
-    Source: GRPO, "DeepSeekMath" (arXiv 2402.03300), outcome supervision.
-    """
-    assert np.isfinite(rewards_G).all()
-    if not len(rewards_G):
-        return np.zeros(0, dtype=np.float32)
-    centred_G = rewards_G.astype(np.float64) - rewards_G.mean(dtype=np.float64)
-    variance = float(np.mean(centred_G**2))
-    if variance < VARIANCE_MIN:
-        return np.zeros(len(rewards_G), dtype=np.float32)
-    advantages_G: NDArray[np.float32] = (centred_G / np.sqrt(variance)).astype(np.float32)
-    return advantages_G
-
-
 def pad_groups(groups: Sequence[Group]) -> Batch:
-    """Pad all branches of all rollouts of `groups`, in order, to one batch on the CPU.
-
-    Every branch carries its rollout's advantage. Groups without rollouts add no rows. There must be at least one
-    rollout, and every one must have its reward.
-    """
-    branches: list[Branch] = []
-    advantages: list[float] = []
-    for group in groups:
-        rewards_G = np.array([_reward(rollout) for rollout in group.rollouts], dtype=np.float32)
-        for rollout, advantage in zip(group.rollouts, group_advantages(rewards_G).tolist(), strict=True):
-            found = rollout.branches()
-            branches += found
-            advantages += [advantage] * len(found)
-    assert branches, "no rollouts: every trajectory of these groups failed"
-    shape = len(branches), max(len(branch.prompt_ids) + len(branch.completion_ids) for branch in branches)
-    tokens_B_T = np.zeros(shape, dtype=np.int64)
-    mask_B_T = np.zeros(shape, dtype=bool)
-    logprobs_B_T = np.zeros(shape, dtype=np.float32)
-    versions_B_T = np.full(shape, -1, dtype=np.int64)
-    for row, branch in enumerate(branches):
-        middle = len(branch.prompt_ids)
-        end = middle + len(branch.completion_ids)
-        tokens_B_T[row, :middle] = branch.prompt_ids
-        tokens_B_T[row, middle:end] = branch.completion_ids
-        mask_B_T[row, middle:end] = branch.completion_mask != 0
-        logprobs_B_T[row, middle:end] = branch.logprobs
-        for span in branch.spans:
-            versions_B_T[row, middle + span.start : middle + span.end] = span.policy_version
-    return Batch(
-        tokens_B_T=torch.from_numpy(tokens_B_T),
-        completion_mask_B_T=torch.from_numpy(mask_B_T),
-        logprobs_B_T=torch.from_numpy(logprobs_B_T * mask_B_T),
-        versions_B_T=torch.from_numpy(versions_B_T),
-        advantages_B=torch.tensor(advantages, dtype=torch.float32),
-    )
-
-
-def _reward(rollout: Rollout) -> float:
-    assert rollout.reward is not None, f"rollout {rollout.trajectory_id} has no reward yet"
-    return rollout.reward
+    """Pad all branches of all rollouts of `groups`, in order, to one batch on the CPU: see corrections.pad_rows."""
+    rows = pad_rows(groups)
+    return Batch(*(torch.from_numpy(getattr(rows, name)) for name in Batch.__slots__))

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
-from ...fabric.contract.errors import InputError, WireError
+from ...fabric.contract.errors import InputError, NothingMoves, WireError
 from ...fabric.contract.ids import new_group_id, trajectory_id
-from ...fabric.contract.records import DeadLetter, Group, RunConfig, Side, TrajectoryJob
-from ...fabric.contract.sides import rows
+from ...fabric.contract.records import DeadLetter, Group, RunConfig, TrajectoryJob
 from ...fabric.contract.text import counted, one_line
 from ...fabric.contract.wire import dump_json, load_json
 from ...fabric.opened import RedisFabric
 from ...fabric.ports.queue import GroupPush
 from ...fabric.rules.queue.push import no_such_run
 from ...trainer.client import connect
+from ...trainer.files import check_new, group_row, write_groups
 from ...trainer.groups import TAKEOVER_S
 from .options import AsJson, Url, need_url
 from .printing import show, show_json
 from .speech import say_nothing
 from .status import with_ports
 
-NULL: Any = None
+OUTPUT_COUNT = 1000  # groups of a file: its reader and its writer hold them in hand until it is whole
 
 
 def register(app: typer.Typer) -> None:
@@ -71,16 +70,43 @@ def _register_work(app: typer.Typer) -> None:
         takeover: Annotated[
             float, typer.Option(help="Seconds of silence after which another consumer's groups are taken over.")
         ] = TAKEOVER_S,
+        output: Annotated[
+            Path | None,
+            typer.Option(
+                help="A new file, .jsonl or .parquet, in place of printing: at most 1000 groups if --count does not "
+                "say, acknowledged together once it is whole.",
+                dir_okay=False,
+            ),
+        ] = None,
         url: Url = None,
     ) -> None:
-        """Print completed groups as JSON lines, acknowledging each."""
+        """Print completed groups as JSON lines, acknowledging each; or write them to a file."""
+        if output is not None:
+            check_new(output)
+            count = OUTPUT_COUNT if count is None else count
         with connect(need_url(url)) as fabric:
             groups = fabric.run(run).groups(
                 timeout=timeout, count=count, consumer=consumer, keep=keep, takeover=takeover
             )
-            for group in groups:
-                show_json(_group_row(group), flush=True)
+            if output is None:
+                for group in groups:
+                    show_json(group_row(group), flush=True)
+            else:
+                stuck: list[NothingMoves] = []
+                with groups:
+                    written = write_groups(output, until_stuck(groups, stuck))
+                show(f"{counted(written, 'group')} written to {output}" if written else f"{output} is not written")
+                if stuck:
+                    raise stuck[0]
             say_nothing(f"stopped: {groups.ended_why}")
+
+
+def until_stuck(groups: Iterable[Group], stuck: list[NothingMoves]) -> Iterator[Group]:
+    """Yield groups until there are no more, or none can come: that error goes to `stuck`, what came before is kept."""
+    try:
+        yield from groups
+    except NothingMoves as error:
+        stuck.append(error)
 
 
 def read_tasks(data: bytes) -> list[dict[str, Any]]:
@@ -100,40 +126,6 @@ def _task(line: bytes, number: int) -> dict[str, Any]:
     if not isinstance(task, dict):
         raise InputError(f"line {number} is {type(task).__name__}, expected a JSON object")
     return task
-
-
-def _side_row(side: Side) -> dict[str, Any]:
-    """Write a side array as plain rows, one a token; what is no finite number is null, as JSON has no word for it."""
-    found = [] if side.start == side.end else rows([side], side.name, side.start, side.end)
-    plain = [row if row is None else np.where(np.isfinite(row), row.astype(object), NULL).tolist() for row in found]
-    return {"name": side.name, "start": side.start, "end": side.end, "rows": plain}
-
-
-def _group_row(group: Group) -> dict[str, Any]:
-    rollouts = [
-        {
-            "trajectory_id": each.trajectory_id,
-            "reward": each.reward,
-            "turn_count": each.turn_count,
-            "policy_version": each.policy_version,
-            "prompt_ids": each.prompt_ids.tolist(),
-            "completion_ids": each.completion_ids.tolist(),
-            "logprobs": each.logprobs.tolist(),
-            "completion_mask": each.completion_mask.tolist(),
-            **({"nodes": [asdict(node) for node in each.nodes]} if each.nodes else {}),
-            **({"sides": [_side_row(side) for side in each.sides]} if each.sides else {}),
-        }
-        for each in group.rollouts
-    ]
-    return {
-        "group_id": group.group_id,
-        "task_id": group.task_id,
-        "failures": [each._asdict() for each in group.failures],
-        "cancelled": list(group.cancelled),
-        "ended_by": group.ended_by,
-        "redelivered": group.redelivered,
-        "rollouts": rollouts,
-    }
 
 
 def _register_dead(app: typer.Typer) -> None:

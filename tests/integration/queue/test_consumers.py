@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import IO
 
 import pytest
@@ -19,10 +20,12 @@ from redis import Redis
 
 import rollfab
 from rollfab.fabric.contract.records import RunConfig, Span
+from rollfab.fabric.contract.wire import load_json
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.client import Fabric, Run
+from rollfab.trainer.files import group_from, read_groups
 from tests.support.records import rollout_of
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(90)]
@@ -206,3 +209,28 @@ def test_a_program_that_ends_without_closing_says_nothing(url: str, redis: Redis
     words = [sys.executable, "-c", script, url]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert (done.stdout, done.stderr) == ("g0\n", "")
+
+
+def test_groups_that_are_written_to_a_file_are_consumed_once_it_is_whole(
+    url: str, fabric: Fabric, tmp_path: Path
+) -> None:
+    complete(url, *NAMES)
+    run, file = fabric.run("r"), tmp_path / "groups.parquet"
+
+    def consume(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rollfab", "consume", "--run", "r", "--timeout", "0.5", *words]
+        place = {**os.environ, "ROLLFAB_URL": url}
+        return subprocess.run(command, env=place, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+    # Given a file that cannot be written; then nothing is consumed
+    file.touch()
+    refused = consume("--output", str(file))
+    assert refused.returncode == 1 and "groups.parquet is there already" in refused.stderr
+    assert totals(run) == (5, 0)
+
+    # When it can, then what it holds is consumed, and what is printed after that is the rest
+    file.unlink()
+    assert "4 groups written to" in consume("--output", str(file), "--count", "4").stdout
+    assert [each.group_id for each in read_groups(file)] == NAMES[:4]
+    assert totals(run) == (1, 4)
+    assert group_from(load_json(consume().stdout)).group_id == NAMES[4]

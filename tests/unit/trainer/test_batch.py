@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.records import Failure, Group, Node, Rollout, Span
-from rollfab.trainer.grpo import group_advantages, pad_groups
+from rollfab.trainer.corrections import group_advantages
+from rollfab.trainer.grpo import pad_groups
 from tests.support.records import new_rollout
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rollfab.fabric.contract.errors import InputError
 from rollfab.fabric.contract.records import Group, Rollout, Span
 from rollfab.fabric.model.presets import model_config
-from rollfab.trainer.grpo import PRESETS, Grpo, GrpoSettings, build_model
+from rollfab.trainer.grpo import PRESETS, Batch, Grpo, GrpoSettings, build_model
 from tests.support.records import new_rollout
 
 VOCABULARY = 5
@@ -124,12 +125,18 @@ def test_tokens_of_older_weights_count_for_what_they_are_still_worth() -> None:
     assert moved(now - math.log(100)) == pytest.approx(moved(now - math.log(2)))  # bounded by importance_max
 
 
-def _prepared(grpo: Grpo, *groups: Group) -> tuple[object, Tensor]:
-    from rollfab.trainer.grpo import pad_groups
+@pytest.mark.parametrize("logprob", [math.nan, math.inf])
+def test_a_number_that_nobody_computed_is_refused_by_name_and_nothing_is_learnt(logprob: float) -> None:
+    model = Bandit()
+    grpo = Grpo(model, SETTINGS)
+    with pytest.raises(InputError, match=r"^logprobs\[1, 0\] is (nan|inf), one of 1 "):
+        learn(grpo, [group(rollout(1, 1.0), rollout(2, 0.0, logprob=logprob))])
+    assert model.chances() == pytest.approx([1 / VOCABULARY] * VOCABULARY)
 
-    batch = pad_groups(groups)
-    with torch.no_grad():
-        return batch, grpo._logprobs(batch)[0]
+
+def _prepared(grpo: Grpo, *groups: Group) -> tuple[Batch, Tensor, Tensor]:
+    seen = grpo.look(groups)
+    return seen.batch, seen.start_B_K, grpo._weights(seen.batch, seen.start_B_K)
 
 
 def test_the_metrics_say_how_old_the_tokens_are() -> None:
@@ -200,8 +207,8 @@ def test_a_preset_is_built_from_its_seed_alone() -> None:
 def test_padding_changes_no_log_probability() -> None:
     grpo = Grpo(build_model("tiny"), SETTINGS)
     long = Group(group_id="g", task_id="t", rollouts=(rollout(1, 1.0), _longer(rollout(2, 0.0))))
-    _, padded_B_K = _prepared(grpo, long)
-    _, alone_B_K = _prepared(grpo, group(rollout(1, 1.0)))
+    _, padded_B_K, _ = _prepared(grpo, long)
+    _, alone_B_K, _ = _prepared(grpo, group(rollout(1, 1.0)))
     assert torch.allclose(padded_B_K[0, :2], alone_B_K[0], atol=1e-6)
 
 
