@@ -48,7 +48,7 @@ from .checks import check_run, check_settings, check_view, make_groups
 from .filters import Keep, Refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .publish.publisher import Publisher, PublishReport
-from .publish.tensors import ComparesOn, pairs_of
+from .publish.tensors import ComparesOn, given_of
 from .waiting import Waiting
 
 OFFERED = {  # error; the thing; who offers it; how to offer one
@@ -323,8 +323,9 @@ class AsyncRun:
 
         Args:
             named: `model.named_parameters()`, a mapping, or pairs of (name, torch tensor or numpy array); a result of
-                `weights`; or the path of a safetensors file or of a directory of them.
-            version: must be newer than the head.
+                `weights`; or the path of a safetensors file or of a directory of them, which may be a delta as slime,
+                miles and Stitch write it: `weight_v000007`, onto the version that the run holds.
+            version: must be newer than the head; a delta's is its own.
             group: of torch.distributed (its `group.WORLD`, say), where a model is sharded over ranks: every rank calls
                 this alike and sends its own shards, DTensors (FSDP2) or `rollfab.Slice`s (Megatron).
             compares_on: "auto": where the tensors are, which takes a copy of them there; "host".
@@ -334,11 +335,13 @@ class AsyncRun:
 
         Raises:
             LayoutMismatch: names, shapes or dtypes are not those of the run.
-            VersionConflict: not newer, or another publisher took over. Nothing was published.
+            DigestMismatch: a delta's file is damaged, or its base is not the run's weights. Nothing was published.
+            VersionConflict: not newer, or another publisher took over, or a delta has another base. Nothing was
+                published.
             BrokerFull: the broker has no room for it. Nothing was published.
         """
         self._home.check()
-        named = pairs_of(named) if group is None else named  # a rank that fails here would leave others waiting
+        named = given_of(named) if group is None else named  # a rank that fails here would leave others waiting
         await self._ledger.go_on()
         if self._publisher is None:
             self._publisher = Publisher(

@@ -30,7 +30,7 @@ from . import aio
 from .groups import TAKEOVER_S, Submission
 from .groups import Groups as AsyncGroups
 from .publish.publisher import PublishReport
-from .publish.tensors import ComparesOn, pairs_of
+from .publish.tensors import ComparesOn, given_of
 
 T = TypeVar("T")
 EXIT_S = 2.0  # for closing a connection that was left open, as the interpreter ends
@@ -310,7 +310,7 @@ class Run:
         keyframe: put a keyframe of this version beside its delta, for new workers.
         """
         if group is None:
-            named = pairs_of(named)  # here: the caller's code makes the tensors
+            named = given_of(named)  # here: the caller's code makes the tensors
         return self._loop.call(
             self._run.publish(named, version=version, group=group, compares_on=compares_on, keyframe=keyframe)
         )

@@ -1,6 +1,7 @@
-"""`rollfab weights ls`, `inspect`, `verify`, `repair`, `diff`: looking at published weights, and healing them.
+"""`rollfab weights ls`, `inspect`, `verify`, `repair`, `diff`, `export`: looking at published weights, healing them,
+and writing them to disk.
 
-The work is done in fabric/inspect/ (inspection, verify, diff) and repair.py, the tables are view.py's;
+The work is done in fabric/inspect/ (inspection, verify, diff), repair.py and export.py, the tables are view.py's;
 this file reads arguments, shows progress and chooses exit codes.
 """
 
@@ -20,6 +21,7 @@ from ...fabric.contract.errors import BrokerError, ConfigError, InputError, Wire
 from ...fabric.format.codec import Bits
 from ...fabric.format.layout import Layout
 from ...fabric.inspect.diff import TensorDiff, diff_tensor, diff_versions
+from ...fabric.inspect.disk_delta import CHECKSUMS, ENCODINGS, XOR, XXH3, Form
 from ...fabric.inspect.inspection import Inspection, inspect_version, version_figures
 from ...fabric.inspect.safetensors import NAMES, open_checkpoint
 from ...fabric.inspect.verify import Verified, verify
@@ -33,10 +35,12 @@ from ..cli.options import AsJson, Url, need_url
 from ..cli.printing import Console, show_json
 from ..cli.speech import say_nothing
 from ..cli.status import with_ports
+from .export import Exported, export_delta, export_full
 from .repair import repair
 from .view import (
     diff_object,
     diff_parts,
+    exported_parts,
     inspection_object,
     inspection_parts,
     verified_object,
@@ -52,7 +56,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     weights = typer.Typer(no_args_is_help=True, help="Published weights: what is held, made of, right, different.")
     app.add_typer(weights, name="weights")
-    for add in (_add_ls, _add_inspect, _add_verify, _add_repair, _add_diff):
+    for add in (_add_ls, _add_inspect, _add_verify, _add_repair, _add_diff, _add_export):
         add(weights)
 
 
@@ -187,6 +191,42 @@ def _add_diff(weights: typer.Typer) -> None:
 
         found = {"run_id": run, "from": first, "to": second, **with_ports(need_url(url), work)}
         _show(found if json else diff_parts(found))
+
+
+def _add_export(weights: typer.Typer) -> None:
+    @weights.command("export")
+    def export_weights(
+        run: Run,
+        version: Version,
+        directory: Annotated[Path, typer.Argument(help="Where its directory weight_v… is made.", show_default=False)],
+        delta_from: Annotated[
+            int | None,
+            typer.Option(help="Write the change from this version. Engines go one by one: the version before.", min=0),
+        ] = None,
+        encoding: Annotated[str, typer.Option(help=f"Of a delta: {' or '.join(ENCODINGS)}.")] = XOR,
+        checksum: Annotated[str, typer.Option(help=f"Of a delta: {', '.join(CHECKSUMS)}.")] = XXH3,
+        files_from: Annotated[
+            Path | None,
+            typer.Option(
+                help="A checkpoint whose config and tokenizer go beside full weights.", exists=True, file_okay=False
+            ),
+        ] = None,
+        url: Url = None,
+        json: AsJson = False,
+    ) -> None:
+        """Write a version as a checkpoint in safetensors, or as a delta that slime, miles and Stitch read."""
+        if delta_from is not None and files_from is not None:
+            raise ConfigError("export takes --delta-from or --files-from, not both: a delta has weights alone")
+
+        async def work(ports: RedisFabric) -> Exported:
+            await _require_run(ports, run)
+            if delta_from is None:
+                return await export_full(ports.weights, run, version, directory, files_from)
+            form = Form(version=version, base_version=delta_from, encoding=encoding, checksum=checksum)
+            return await export_delta(ports.weights, run, form, directory)
+
+        found = with_ports(need_url(url), work)
+        _show({"run_id": run, **asdict(found)} if json else exported_parts(found))
 
 
 async def _require_run(ports: RedisFabric, run: str) -> None:

@@ -14,6 +14,7 @@ from ...fabric.format.manifest import BROKER
 from ...fabric.inspect.diff import TensorDiff
 from ...fabric.inspect.inspection import Inspection, version_figures
 from ...fabric.inspect.verify import Verified
+from .export import Exported
 
 ROWS_SHOWN_MAX = 24  # of tensors and chunks, the largest first; --json has all
 NAMES_SHOWN_MAX = 5
@@ -162,6 +163,13 @@ def diff_parts(found: dict[str, Any]) -> list[RenderableType]:
     table.add_section()
     table.add_row(f"all {found['total']['tensor_count']}", *_difference(found["total"]))
     return [*parts, table, *_rest(len(rows), "tensors that differ")]
+
+
+def exported_parts(found: Exported) -> list[Text]:
+    """`weights export`."""
+    count = f"{found.tensor_count:,} tensors"
+    what = f"all {count}" if found.base_version is None else f"{count} that changed since version {found.base_version}"
+    return [Text(f"{found.path}: version {found.version}, {what}, {found.file_bytes:,} bytes")]
 
 
 def percent(fraction: float) -> str:

@@ -86,6 +86,17 @@ async def diff_versions(store: WeightStore, run_id: str, first: int, second: int
         DigestMismatch: a chunk stays corrupt.
     """
     older, newer = sorted((first, second))
+    return await asyncio.to_thread(_diff_writes, *await fetch_change(store, run_id, older, newer))
+
+
+async def fetch_change(
+    store: WeightStore, run_id: str, older: int, newer: int
+) -> tuple[Layout, dict[str, Bits], Mapping[str, Write]]:
+    """Return a run's tensors, their flat bits in the version `older`, and what `newer` writes into them.
+
+    Raises:
+        VersionUnknown, ChainBroken, DigestMismatch: as `diff_versions`.
+    """
     held = {version for version, _ in await store.held(run_id)}
     if newer not in held:
         raise VersionUnknown(f"version {newer} of run {run_id!r} is not held by the broker", version=newer)
@@ -93,7 +104,7 @@ async def diff_versions(store: WeightStore, run_id: str, first: int, second: int
     reader = ChainReader(store, run_id)
     manifests = await reader.plan(older, newer)
     staged = await reader.stage(manifests, Stage(whole(manifest.tensors), bits, older, manifest.sums))
-    return await asyncio.to_thread(_diff_writes, manifest.tensors, bits, staged.writes)
+    return manifest.tensors, bits, staged.writes
 
 
 def numbers(dtype: str, bits: Bits) -> NDArray[np.float64]:

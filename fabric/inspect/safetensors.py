@@ -22,6 +22,7 @@ from ..format.codec import Bits
 from ..format.layout import Layout, TensorSpec
 
 INDEX = "model.safetensors.index.json"  # which file has which tensor, where there are several
+FACTS = "__metadata__"  # of a file's header: texts by name, which are no tensors
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100 << 20  # the format's own limit
 NAMES = {
@@ -74,6 +75,14 @@ class StoredTensor:
         return np.frombuffer(self._bytes, spec.bits_dtype, spec.element_count, self._begin)
 
 
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The index of a directory. metadata: what it says of all files, plain values. weight_map: tensor → file's name."""
+
+    metadata: dict[str, Any]
+    weight_map: dict[str, str]
+
+
 def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
     """Open the tensors of a .safetensors file, or of a directory of them (those its index names, if it has one).
 
@@ -82,33 +91,55 @@ def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
     """
     found: dict[str, StoredTensor] = {}
     for file in _files(path):
-        for tensor in _open(file):
+        for tensor in open_file(file)[0]:
             other = found.setdefault(tensor.name, tensor)
             if other is not tensor:
                 raise InputError(f"tensor {tensor.name!r} is in {other.file} and in {file}: leave one of them out")
     return found
 
 
+def read_index(directory: Path) -> Index | None:
+    """Read the index of a directory; None if it has none.
+
+    Raises:
+        InputError: it is no index, or larger than a file's header may be.
+    """
+    path = directory / INDEX
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > HEADER_BYTES_MAX:
+            raise ValueError(f"it is larger than {HEADER_BYTES_MAX:,} bytes")
+        found = load_json(path.read_bytes())
+        files = {str(name): str(file) for name, file in found["weight_map"].items()}
+        facts = found.get("metadata")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{path} cannot be read: {error}", path=str(path)) from error
+    return Index(facts if isinstance(facts, dict) else {}, files)
+
+
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    index = path / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(load_json(index.read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"{index} cannot be read: {error}", path=str(index)) from error
+    index = read_index(path)
+    if index is not None:
+        names = sorted(set(index.weight_map.values()))
         for name in names:
-            if not (path / str(name)).is_file():
+            if not (path / name).is_file():
                 raise InputError(f"{path} has no {name}, which its {INDEX} names: the checkpoint is not complete")
-        return [path / str(name) for name in names]
+        return [path / name for name in names]
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise InputError(f"no *.safetensors in {path}: give a checkpoint's directory, or one file of it")
     return files
 
 
-def _open(file: Path) -> list[StoredTensor]:
+def open_file(file: Path) -> tuple[list[StoredTensor], dict[str, Any]]:
+    """Open one file: its tensors, and what its header says besides (`__metadata__`).
+
+    Raises:
+        InputError: there is no such file, or it is of another format.
+    """
     try:
         with file.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -121,7 +152,8 @@ def _open(file: Path) -> list[StoredTensor]:
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read as safetensors: {error}", path=str(file)) from error
     start = LENGTH_BYTES + length
-    return [_tensor(file, mapped, start, *item) for item in header.items() if item[0] != "__metadata__"]
+    facts = header.pop(FACTS, None)
+    return [_tensor(file, mapped, start, *item) for item in header.items()], facts if isinstance(facts, dict) else {}
 
 
 def _tensor(file: Path, mapped: mmap.mmap, start: int, name: str, entry: Any) -> StoredTensor:
@@ -135,9 +167,9 @@ def _tensor(file: Path, mapped: mmap.mmap, start: int, name: str, entry: Any) ->
     return StoredTensor(name, dtype, shape, file, mapped, start + begin, end - begin)
 
 
-def save_bits(path: Path, layout: Layout, bits: Mapping[str, Bits]) -> None:
-    """Write a file of every tensor of `layout`. bits: flat arrays of stored bits by name."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def save_bits(path: Path, layout: Layout, bits: Mapping[str, Bits], *, facts: Mapping[str, str] | None = None) -> None:
+    """Write a file of every tensor of `layout`. bits: flat arrays of stored bits by name. facts: texts beside them."""
+    header: dict[str, Any] = {FACTS: {"format": "pt"} if facts is None else dict(facts)}
     end = 0
     for spec in layout.tensors:
         begin, end = end, end + spec.byte_count

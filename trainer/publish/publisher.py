@@ -11,6 +11,7 @@
 - The manifest is written and the head moved when every rank has sent its chunks. The copies of the weights move only
   when the head has, to the bits that were encoded. A version whose sending failed, or was interrupted, is finished by
   the next `publish`. If the head is neither of the two, the next version is a keyframe.
+- The directory of a delta (fabric/inspect/disk_delta.py) becomes the whole weights first, on our own copy.
 - The tensors must not change until `publish` returns or raises; then they may, for nothing reads them any more.
 - A task of the loop looks after published versions until `close`: see healing.py.
 - Memory: one copy of the weights where they are compared, the encoded version, and a copy of its changes.
@@ -20,14 +21,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.errors import BrokerError, InputError, WeightError, WireError
 from ...fabric.contract.records import GLOO, RunConfig
+from ...fabric.format.kernels.places import on_host
 from ...fabric.format.layout import Layout
 from ...fabric.format.manifest import BROKER, Head, WeightManifest
+from ...fabric.inspect.disk_delta import DiskDelta, check_base, new_bits
 from ...fabric.ports.weights import WeightStore
 from ...fabric.rules.weights.chain import DELTA, KEYFRAME, Link
 from ...fabric.rules.weights.publish import TAKEN_OVER, not_newer, refusal
@@ -39,7 +43,7 @@ from .carrying import Carrying
 from .healing import Healing
 from .model_check import check_model
 from .ranks import Ranks
-from .tensors import ComparesOn, Named
+from .tensors import ComparesOn, Named, Stored, given_of
 from .upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -126,13 +130,13 @@ class Publisher:
         self._report: PublishReport | None = None
         self._model = model
 
-    async def publish(self, named: Named, version: int, *, keyframe: bool = False) -> PublishReport:
+    async def publish(self, named: Named | DiskDelta, version: int, *, keyframe: bool = False) -> PublishReport:
         """Make `named` the run's version `version`, together with all other ranks, whose publishers do it at once.
 
         Args:
             named: name → tensor, or pairs: torch tensors or numpy arrays; numpy uint16 is taken as bfloat16 bits. On
                 several ranks: DTensors by their own shards, Slices, and tensors that are the same on every rank that
-                names them.
+                names them. Or a path; that of a delta's directory, from one process alone.
             version: above the head.
             keyframe: put a keyframe of it beside its delta. If that fails the version is out all the same,
                 `keyframe_bytes` is 0, the log says why, and it is tried again.
@@ -140,14 +144,15 @@ class Publisher:
         Raises:
             InputError: no tensors, or something that is not one.
             LayoutMismatch: names, shapes or dtypes are not the run's; nothing was written.
-            VersionConflict: not newer than the head, or another publisher took over.
+            DigestMismatch: a delta's directory, or its base, is not what its trainer wrote; nothing was written.
+            VersionConflict: not newer than the head, another publisher took over, or a delta is of another base.
             BrokerFull: the broker has no room for it; nothing was written.
             BrokerError: not sent; the next call finishes it.
             WeightError: a rank is gone. Every rank raises the same, and rank 0's names the rank that failed.
         """
         async with self._lock:
             try:
-                hello = await self._ranks.hello(named, version)
+                hello = await self._ranks.hello(await self._whole(named, version), version)
                 if not self._ranks.is_lead:
                     return PublishReport(**await self._ranks.follow(hello))
                 try:
@@ -180,6 +185,31 @@ class Publisher:
         await self._send(prepared, report)
         keyframe_bytes, jump_bytes = await self._upkeep.tend(prepared, self._epoch, wants_keyframe=wants_keyframe)
         return replace(report, keyframe_bytes=keyframe_bytes, jump_bytes=jump_bytes)
+
+    async def _whole(self, named: Named | DiskDelta, version: int) -> Named:
+        """Return the weights that a delta's directory makes of those that the run holds; other tensors as they are.
+
+        The base is our own copy, or the broker's where we have none yet.
+        """
+        is_path = isinstance(named, (str, os.PathLike)) and self._ranks.is_alone
+        given = given_of(named) if is_path else named
+        if not isinstance(given, DiskDelta):
+            return given
+        assert self._ranks.is_alone  # on several ranks a path is read by each of them, and that of a delta refused
+        head = await self._store.head(self._run_id)
+        have = self._ranks.version
+        is_ours = have >= 0 and head.epoch == self._epoch and (head.version <= have or self._pending is not None)
+        check_base(given, self._run_id, version, have if is_ours else head.version)
+        if is_ours:
+            layout, bits = self._ranks.copies
+        else:
+            manifest, bits = await fetch_bits(self._store, self._run_id, head.version)
+            layout = manifest.tensors
+        changed = await in_thread(lambda check: new_bits(given, layout, bits, check))
+        return [
+            (spec.name, Stored(on_host(changed.get(spec.name, bits[spec.name])).reshape(spec.shape), spec.dtype))
+            for spec in layout.tensors
+        ]
 
     def _forget(self) -> None:
         """Make the next version a keyframe, which needs nothing before it."""

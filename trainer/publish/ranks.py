@@ -23,6 +23,7 @@ import numpy as np
 
 from ...fabric.contract.errors import FabricError, LayoutMismatch, WeightError
 from ...fabric.format.codec import Bits
+from ...fabric.format.kernels.protocol import Flat
 from ...fabric.format.layout import Layout
 from ...fabric.format.manifest import BlockRow, WeightManifest
 from ...fabric.format.regions import Region, cut_digest
@@ -239,6 +240,12 @@ class Ranks:
     def is_regrouped(self) -> bool:
         """Whether the ranks' parts differ from those of the copies."""
         return self._begun != self._met
+
+    @property
+    def copies(self) -> tuple[Layout, Mapping[str, Flat]]:
+        """This rank's copies, where `version` says that there are some; only to be read."""
+        assert self.version >= 0 and self._snapshot is not None
+        return self._snapshot.layout, self._snapshot.bits
 
     def forget(self) -> None:
         """Note that the copies differ from the receivers' weights: call `begin` before the next version."""

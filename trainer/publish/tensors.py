@@ -28,13 +28,15 @@ from ...fabric.format.kernels.places import load_torch, on_host
 from ...fabric.format.kernels.protocol import Flat
 from ...fabric.format.layout import Layout, TensorSpec
 from ...fabric.format.regions import Region
-from ...fabric.inspect.safetensors import open_checkpoint
+from ...fabric.inspect.disk_delta import DiskDelta, holds_changes, open_delta
+from ...fabric.inspect.safetensors import INDEX, open_checkpoint
 from ...fabric.versions.reader import Weights
 from ...fabric.versions.snapshot import Check, no_check
 from .slices import Slice, box_of
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | os.PathLike[str]
 Pairs = list[tuple[str, Any]]
+Given = Pairs | DiskDelta
 ComparesOn = Literal["auto", "device", "host"]
 FLOATING = ("float64", "float32", "bfloat16", "float16")  # what a run's dtype is for
 Found = tuple[TensorSpec, tuple[Any, ...], Callable[[], Flat]]
@@ -120,6 +122,18 @@ def hold(
     return Held(Layout(tuple(specs)), sorted(boxes), readers)
 
 
+def given_of(named: Named | DiskDelta) -> Given:
+    """Return what a caller gave to be published: the changes, where it is the directory of a delta, or `pairs_of`.
+
+    Raises:
+        InputError, ConfigError: as `pairs_of` and `open_delta`.
+    """
+    if isinstance(named, DiskDelta):
+        return named
+    delta = open_delta(Path(named)) if isinstance(named, (str, os.PathLike)) else None
+    return pairs_of(named) if delta is None else delta
+
+
 def pairs_of(named: Named) -> Pairs:
     """List names and tensors; for a path, those of the safetensors files there.
 
@@ -191,6 +205,12 @@ def _of_files(path: Path) -> Pairs:
             path=str(path),
         )
     tensors = open_checkpoint(path)
+    if holds_changes(tensors):
+        raise InputError(
+            f"{str(path)!r} has changes of weights, and no weights: give the directory of the whole delta, with the"
+            f" {INDEX} that its trainer writes last, to one process (without group=)",
+            path=str(path),
+        )
     if is_tied(path) and len(tensors) > 1:
         tensors.pop("lm_head.weight", None)
     return [(name, Stored(each.bits().reshape(each.shape), each.spec.dtype)) for name, each in tensors.items()]

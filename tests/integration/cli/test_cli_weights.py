@@ -196,3 +196,33 @@ def test_names_on_one_side_only_are_listed(url: str, tmp_path: Path) -> None:
     assert (seen["missing"], seen["unknown"], seen["total"]["tensor_count"]) == (["norm"], ["lm_head"], 1)
     shown = tool("diff", RUN, str(HEAD), "--checkpoint", str(file), url=url).stdout
     assert "only in the run: norm" in shown and "only in the checkpoint: lm_head" in shown
+
+
+def test_a_run_is_exported_and_followed_by_another_one(url: str, tmp_path: Path) -> None:
+    # Given a version on disk, and the next ones as deltas
+    assert said("export", RUN, "7", str(tmp_path), url=url)["tensor_count"] == 2
+    wrote = tool("export", RUN, "8", str(tmp_path), "--delta-from", "7", "--encoding", "overwrite", url=url)
+    assert wrote.returncode == 0, wrote.stderr
+    assert "version 8, 2 tensors that changed since version 7, " in " ".join(wrote.stdout.split())
+    seen = said("export", RUN, "9", str(tmp_path), "--delta-from", "8", "--checksum", "adler32", url=url)
+    assert seen["path"] == str(tmp_path / "weight_v000009")
+    assert (seen["run_id"], seen["version"], seen["base_version"], seen["tensor_count"]) == (RUN, 9, 8, 2)
+    for words in (
+        ["9", str(tmp_path), "--delta-from", "9"],
+        ["9", str(tmp_path), "--delta-from", "1", "--files-from", "."],
+    ):
+        assert tool("export", RUN, *words, url=url).returncode == 2
+    assert "is there already" in tool("export", RUN, "7", str(tmp_path), url=url).stderr
+
+    # When another trainer publishes these directories, by the one call that publishes
+    with rollfab.connect(url) as fabric:
+        run = fabric.run("follower", model="any", environment="frozenlake")
+        for version in (7, 8, 9):
+            run.publish(tmp_path / f"weight_v00000{version}", version=version)
+
+        # Then its run has the same weights, bit by bit
+        for version in (7, 8, 9):
+            for name, array in run.weights(version).items():
+                np.testing.assert_array_equal(array, weights(version)[name])
+        with pytest.raises(FabricError, match="change of version 7, and run 'follower' holds version 9"):
+            run.publish(tmp_path / "weight_v000008", version=8)

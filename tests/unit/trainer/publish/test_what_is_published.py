@@ -18,8 +18,9 @@ from rollfab.fabric.contract.errors import ConfigError, FabricError, InputError,
 from rollfab.fabric.format.layout import ELEMENT_BYTES, Layout, TensorSpec
 from rollfab.fabric.inspect.safetensors import INDEX, save_bits
 from rollfab.fabric.model.presets import PRESETS, model_config, preset_shapes
-from rollfab.fabric.versions.reader import Weights, fetch_weights
+from rollfab.fabric.versions.reader import Weights, fetch_bits, fetch_weights
 from rollfab.trainer.publish.publisher import Publisher
+from rollfab.workers.engines.vllm.adapter import adapter_layout
 from tests.support.weights.faulty_weights import RUN, FaultyStore
 
 
@@ -267,6 +268,30 @@ async def test_an_adapter_and_what_cannot_be_read_here_are_published_as_they_are
     await Publisher(FaultyStore(), RUN, model="not/here").publish({"w": np.zeros(3, np.float32)}, 0)
 
     assert not caplog.records
+
+
+async def test_what_peft_saved_is_the_layout_that_workers_of_an_adapter_take(
+    store: FaultyStore, tmp_path: Path
+) -> None:
+    # Given an adapter of the projections that vLLM adapts, in a directory as PEFT's save_pretrained leaves it
+    base = Layout(tuple(TensorSpec(name, "float32", shape) for name, shape in preset_shapes("tiny").items()))
+    layout = adapter_layout(base, ("q_proj", "v_proj"), 4)
+    bits = {spec.name: np.arange(spec.element_count, dtype=np.uint32) for spec in layout.tensors}
+    save_bits(tmp_path / "adapter_model.safetensors", layout, bits)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+
+    # When the directory is published, and again after a step
+    publisher = Publisher(store, RUN, model="tiny")
+    await publisher.publish(tmp_path, 0)
+    next(iter(bits.values()))[3] += 1
+    save_bits(tmp_path / "adapter_model.safetensors", layout, bits)
+    report = await publisher.publish(tmp_path, 1)
+
+    # Then it is a version by itself, in the workers' layout
+    manifest, found = await fetch_bits(store, RUN, 1)
+    assert (manifest.tensors, report.changed_count) == (layout, 1)
+    for name, flat in found.items():
+        np.testing.assert_array_equal(flat, bits[name])
 
 
 async def test_a_directory_is_a_model_that_weights_are_checked_against(
