@@ -372,8 +372,17 @@ class Recording:
         self._groups = read_groups(path)
         self._again: deque[Group] = deque()
 
-    def groups(self, *, count: int | None = None, keep: str | Keep | None = None, **_: Any) -> RecordedGroups:
-        """Yield groups as AsyncRun.groups does: by `count` and `keep`; its other arguments change nothing here."""
+    def groups(
+        self,
+        *,
+        timeout: float | None = None,
+        consumer: str = "trainer",
+        count: int | None = None,
+        keep: str | Keep | None = None,
+        refill: Any = None,
+        takeover: float = 0.0,
+    ) -> RecordedGroups:
+        """Yield groups as AsyncRun.groups does, by `count` and `keep`; its other arguments change nothing here."""
         return RecordedGroups(self, count, find_filter(keep))
 
     def take(self) -> Group | None:

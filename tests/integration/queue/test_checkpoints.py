@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -57,8 +59,14 @@ async def test_whatever_kills_it_a_trainer_learns_every_group_once(url: str, red
     words = [sys.executable, killed_trainer.__file__, SEED, str(tmp_path)]
     place = {**os.environ, "PYTHONPATH": PYTHONPATH, "ROLLFAB_URL": url, "OPENBLAS_NUM_THREADS": "1"}
     async with played(url):
-        process = await asyncio.create_subprocess_exec(*words, env=place, stdout=subprocess.PIPE)
-        said, _ = await process.communicate()
+        process = await asyncio.create_subprocess_exec(
+            *words, env=place, stdout=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            said, _ = await process.communicate()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a life that waits for ever, too
     assert process.returncode == 0, said
     assert said.count(b"killed") >= LIFE_COUNT_MIN, said
 
