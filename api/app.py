@@ -33,6 +33,7 @@ from .routes import events, health, lending, read
 from .routes.context import Context
 from .schemas.answers import Problem
 from .schemas.lending import LendRequest
+from .schemas.training import all_requests
 
 __all__ = ["ApiConfig", "make_app"]
 
@@ -46,7 +47,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> FastAPI:
+def make_app(
+    ports: Ports, config: ApiConfig, *, clock: Clock | None = None, training: APIRouter | None = None
+) -> FastAPI:
     """Make the application.
 
     Args:
@@ -54,6 +57,7 @@ def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> 
             broker cannot answer within `broker_timeout_s` is reported, not waited for.
         config: checked here.
         clock: for tests.
+        training: the routes for trainers (api/training), where it serves any.
 
     Raises:
         ConfigError: the settings are impossible, or not safe without keys.
@@ -75,6 +79,8 @@ def make_app(ports: Ports, config: ApiConfig, *, clock: Clock | None = None) -> 
     app.state.context = context
     for routes in (health, read, events, lending):
         app.include_router(routes.router(context))
+    if training is not None:
+        app.include_router(training)
     app.include_router(_pages())
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     install_problems(app)
@@ -104,8 +110,9 @@ class Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Describe the api; pydantic calls optional what has a default, though it is always written."""
         document = super().openapi()
+        requests = {LendRequest.__name__, *(each.__name__ for each in all_requests())}
         for name, schema in document["components"]["schemas"].items():
-            if name != LendRequest.__name__:
+            if name not in requests:
                 schema["required"] = list(schema["properties"])
         return document
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from ..fabric.contract.errors import ConfigError
 from ..fabric.host.helpers import Helpers
@@ -29,20 +29,26 @@ BACKLOG = 128
 
 
 async def serve(
-    ports: Ports, config: ApiConfig, stop: asyncio.Event, *, on_ready: Callable[[str], None] | None = None
+    ports: Ports,
+    config: ApiConfig,
+    stop: asyncio.Event,
+    *,
+    training: APIRouter | None = None,
+    on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until `stop`.
 
     Args:
         ports: an open connection; see `make_app`.
         config: where to listen, and who may come in.
+        training: the routes for trainers, where it serves any.
         stop: set it to end the server.
         on_ready: told the page's address once the server answers; with port 0 the one that was found free.
 
     Raises:
         ConfigError: the settings are not safe, the certificate cannot be used, or the address is taken or not ours.
     """
-    app = make_app(ports, config)
+    app = make_app(ports, config, training=training)
     await run(app, config, stop, on_ready=on_ready, on_stop=app.state.context.tail.close)
 
 

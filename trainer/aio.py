@@ -14,7 +14,7 @@ import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ from .filters import Keep, Refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .publish.publisher import Publisher, PublishReport
 from .publish.tensors import ComparesOn, given_of
+from .receipts import Receipts
 from .waiting import Waiting
 
 OFFERED = {  # error; the thing; who offers it; how to offer one
@@ -361,7 +362,8 @@ class AsyncRun:
         return report
 
     async def close(self) -> None:
-        """End the background tasks; the run and its work stay."""
+        """End the background tasks, and give back the groups that others hold; the run and its work stay."""
+        self.receipts.close()
         if self._publisher is not None:
             await self._publisher.close()
 
@@ -423,6 +425,11 @@ class AsyncRun:
         """
         self._home.check()
         return await self._reporter.report(groups, logprobs, version, rule)
+
+    @cached_property
+    def receipts(self) -> Receipts:
+        """Groups in the hands of programs that are no Python, each until a time; the api's, see receipts.py."""
+        return Receipts(self._ledger, self._waiting)
 
     async def cancel(self, group_id: str) -> bool:
         """Drop a group that is not needed any more; return False when it is not there."""

@@ -228,8 +228,8 @@ class Ledger:
         self._note_failed(delivery.group)
         return delivery
 
-    async def acknowledge(self, delivery: Delivery) -> None:
-        """Acknowledge a used group. If others took it over meanwhile this does not count: warn of it."""
+    async def acknowledge(self, delivery: Delivery) -> bool:
+        """Acknowledge a used group. If others took it over meanwhile this does not count: warn, and return False."""
         key = (delivery.shard, delivery.entry_id)
         self._used[delivery.group.group_id] = None
         _bound(self._used)
@@ -245,6 +245,7 @@ class Ledger:
             await self._tell_lost(key, lost)
         self._in_hand.pop(key, None)
         self._lost.discard(key)
+        return lost is None
 
     async def _tell_lost(self, key: tuple[int, str], error: ClaimLost | None) -> None:
         """Warn that an acknowledgement does not count, unless this process cancelled the group or warned before."""
@@ -427,7 +428,7 @@ class Groups:
         if self._left == 0:
             self.ended_why = f"all {self._view.count} groups came"
             raise StopAsyncIteration
-        delivery = await self._receive()
+        delivery = await self.receive()
         if delivery is None:
             raise StopAsyncIteration
         if self._left is not None:
@@ -438,7 +439,8 @@ class Groups:
             self._held.append(delivery)
         return delivery.group
 
-    async def _receive(self) -> Delivery | None:
+    async def receive(self) -> Delivery | None:
+        """Wait for a group that is wanted, which nobody acknowledges but the caller; None: `ended_why`."""
         loop = asyncio.get_running_loop()
         timeout_s = math.inf if self._view.timeout is None else self._view.timeout
         begun_s = loop.time()

@@ -116,7 +116,9 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
     supervisor.add("reward", ["reward", *allowed], environment=place)
     keys = f"{os.environ.get(CONTROL_KEYS, '')} {hash_key(options.api_key) if options.api_key else ''}".strip()
     door = {CONTROL_KEYS: keys} if keys else {}
-    supervisor.add("api", ["api", "--port", str(options.port)], environment=place | door)
+    checkpoints = make_directory(Path(options.data) / "checkpoints", "--data")
+    words = ["api", "--port", str(options.port), "--train", "--checkpoints", str(checkpoints)]
+    supervisor.add("api", words, environment=place | door)
 
 
 def run_up(options: UpOptions) -> int:

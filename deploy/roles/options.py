@@ -189,6 +189,14 @@ class ApiOptions(RoleOptions):
     )
     tls_cert: str | None = option(None, "PEM file: speak https, with this certificate.")
     tls_key: str | None = option(None, "PEM file of its private key, if it is another.")
+    trains: bool = option(
+        False,
+        "Serve trainers too, in any language: tasks in, groups out, weights in. Its broker user is a trainer's then.",
+        key="train",
+    )
+    checkpoints: str | None = option(
+        None, "Directory of weights that trainers may publish, and where they may upload some.", metavar="DIRECTORY"
+    )
     read_keys: tuple[str, ...] = option(
         (),
         "sha256:<hex> of a key that may look.",
@@ -223,6 +231,10 @@ class ApiOptions(RoleOptions):
         """Refuse what does not go together, in the api's settings and the keys of its file, too."""
         super().check()
         check_config(self.config())
+        if self.checkpoints is not None and not self.trains:
+            raise ConfigError("--checkpoints is for trainers: give --train with it")
+        if self.checkpoints is not None and not Path(self.checkpoints).is_dir():
+            raise ConfigError(f"--checkpoints {self.checkpoints} is no directory: make it first")
 
 
 @dataclass(frozen=True, kw_only=True)

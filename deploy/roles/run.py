@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...api.access.config import check_config
@@ -441,14 +442,27 @@ def run_reward(options: RewardOptions) -> None:
 def run_api(options: ApiOptions) -> None:
     """Serve HTTP: status, metrics, live page."""
     from ...api.server import serve as serve_http
+    from ...api.training.ports import Runs
+    from ...api.training.routes import router
+    from ...api.training.uploads import Checkpoints
+    from ...trainer.aio import AsyncFabric
 
     config = check_config(options.config())
+    checkpoints = Checkpoints(None if options.checkpoints is None else Path(options.checkpoints))
 
     async def serve(stop: asyncio.Event) -> None:
         worker_id = options.worker_id("api")
         # A page that waits is worse than a page that says the broker is gone.
-        async with await RedisFabric.open(options.url, client_name=worker_id, patience_s=1.0) as ports:
-            await serve_http(ports, config, stop)
+        async with contextlib.AsyncExitStack() as stack:
+            ports = await stack.enter_async_context(
+                await RedisFabric.open(options.url, client_name=worker_id, patience_s=1.0)
+            )
+            training = None
+            if options.trains:
+                own = await RedisFabric.open(options.url, client_name=worker_id)  # whose calls wait, as a trainer's do
+                trainer = await stack.enter_async_context(AsyncFabric(own, options.url))
+                training = router(Runs(trainer), checkpoints)
+            await serve_http(ports, config, stop, training=training)
 
     hide()
     run_until_stopped(serve, options.url)

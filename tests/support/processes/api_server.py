@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from fastapi import APIRouter
 
 from rollfab.api.access.config import ApiConfig
 from rollfab.api.server import serve
@@ -81,7 +82,9 @@ class ApiWorld:
 
 
 @asynccontextmanager
-async def running_api(broker_url: str, **settings: Any) -> AsyncIterator[ApiWorld]:
+async def running_api(
+    broker_url: str, *, training: APIRouter | None = None, **settings: Any
+) -> AsyncIterator[ApiWorld]:
     """An emptied broker with run r1, and an api on a free port; it is stopped at the end."""
     client = await open_broker(broker_url, client_name="tests")
     await client.flushall()
@@ -90,7 +93,7 @@ async def running_api(broker_url: str, **settings: Any) -> AsyncIterator[ApiWorl
         await fabric.board.create_run(RUN)
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
         config = ApiConfig(port=0, **settings)
-        serving = asyncio.create_task(serve(fabric, config, stop, on_ready=ready.set_result))
+        serving = asyncio.create_task(serve(fabric, config, stop, training=training, on_ready=ready.set_result))
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         assert not serving.done(), serving.exception()
         try:

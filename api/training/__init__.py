@@ -1,0 +1,1 @@
+"""Trainers in any language: tasks in, groups out, weights in, over HTTP."""

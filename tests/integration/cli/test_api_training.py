@@ -1,0 +1,218 @@
+"""A trainer that speaks HTTP alone: tasks in, groups out, weights in, with a real broker and played workers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rollfab.api.schemas.training import Received, ReceivedGroup
+from rollfab.api.training.ports import Runs
+from rollfab.api.training.routes import router
+from rollfab.api.training.uploads import Checkpoints
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.versions.reader import fetch_weights
+from rollfab.trainer.aio import AsyncFabric
+from tests.support.processes.api_server import RUN, ApiWorld, running_api
+
+R1 = "v1/runs/r1"
+KEYS = {"read_keys": ("a-key-that-may-read-only",), "control_keys": ("a-key-that-may-do-everything",)}
+
+
+@pytest.fixture
+async def api(url: str, tmp_path: Path) -> AsyncIterator[ApiWorld]:
+    """An api that serves trainers, whose weights lie below tmp_path; its run r1 has an agent."""
+    async with (
+        AsyncFabric(await RedisFabric.open(url, client_name="api"), url) as trainer,
+        running_api(url, training=router(Runs(trainer), Checkpoints(tmp_path))) as world,
+    ):
+        await world.beat("agent-1", "agent", environments=["frozenlake"])
+        yield world
+
+
+async def post(api: ApiWorld, path: str, status: int = 200, **body: Any) -> Any:
+    answer = await api.http.post(path, json=body, timeout=30)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def receive(api: ApiWorld, **wishes: Any) -> Any:
+    return await post(api, f"{R1}/groups/receive", **{"wait_s": 2.0, **wishes})
+
+
+async def play(api: ApiWorld, count: int = 8) -> None:
+    """As agents and workers do: what waits comes to its end."""
+    for claim in await api.claim(count):
+        await api.settle(claim)
+
+
+async def test_groups_go_from_tasks_to_acknowledged_and_come_once(api: ApiWorld) -> None:
+    # Given tasks that were submitted twice, as by a client that lost the answer
+    for _ in range(2):
+        said = await post(api, f"{R1}/groups", tasks=[{"seed": 1}, {"seed": 2}], group_size=2, group_ids=["a", "b"])
+        assert said == {"group_ids": ["a", "b"]}
+    await play(api)
+    # When they are received; then they are what the OpenAPI document says, with plain numbers
+    got = await receive(api, count=5)
+    Received.model_validate(got, strict=True)
+    assert sorted(row["group"]["group_id"] for row in got["groups"]) == ["a", "b"]
+    (rollout, _) = got["groups"][0]["group"]["rollouts"]
+    assert rollout["completion_ids"] == [0] and rollout["completion_mask"] == [1] and rollout["reward"] == 1.0
+    # When they are acknowledged, also twice; then they never come again
+    receipts = [row["receipt"] for row in got["groups"]]
+    assert await post(api, f"{R1}/groups/acknowledge", receipts=receipts) == {"done": receipts, "lost": []}
+    assert await post(api, f"{R1}/groups/acknowledge", receipts=receipts) == {"done": [], "lost": receipts}
+    assert (await receive(api, wait_s=0.1))["groups"] == []
+    assert (await api.json(R1))["counters"]["groups_consumed"] == 2
+
+
+async def test_a_group_that_is_not_acknowledged_in_time_comes_again_and_says_so(api: ApiWorld) -> None:
+    await post(api, f"{R1}/groups", tasks=[{}], group_ids=["a"])
+    await play(api)
+    (first,) = (await receive(api, hold_s=0.3))["groups"]
+    assert not first["group"]["redelivered"]
+    (again,) = (await receive(api, wait_s=5.0))["groups"]
+    assert again["group"]["group_id"] == "a" and again["group"]["redelivered"]
+    assert (await post(api, f"{R1}/groups/acknowledge", receipts=[first["receipt"]]))["lost"] == [first["receipt"]]
+    assert (await post(api, f"{R1}/groups/acknowledge", receipts=[again["receipt"]]))["lost"] == []
+
+
+async def test_holders_get_more_time_and_may_give_back(api: ApiWorld) -> None:
+    await post(api, f"{R1}/groups", tasks=[{}], group_ids=["a"])
+    await play(api)
+    (row,) = (await receive(api, hold_s=0.5))["groups"]
+    assert (await post(api, f"{R1}/groups/renew", receipts=[row["receipt"]], hold_s=60.0))["done"] == [row["receipt"]]
+    await asyncio.sleep(0.8)
+    assert (await receive(api, wait_s=0.1))["groups"] == []
+    assert (await post(api, f"{R1}/groups/give-back", receipts=[row["receipt"], "x"]))["lost"] == ["x"]
+    assert [each["group"]["group_id"] for each in (await receive(api))["groups"]] == ["a"]
+
+
+async def test_a_stream_brings_groups_as_they_come_and_its_end_gives_back_the_rest(api: ApiWorld) -> None:
+    await post(api, f"{R1}/groups", tasks=[{}] * 3, group_ids=["a", "b", "c"])
+    await play(api)
+    # Given a client that may hold two at once, and acknowledges the first
+    seen = []
+    async with api.http.stream("POST", f"{R1}/groups/stream", json={"count": 2}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                row = json.loads(line.removeprefix("data: "))
+                ReceivedGroup.model_validate(row, strict=True)
+                seen.append(row)
+                if len(seen) == 2:  # and only then a third one comes
+                    await post(api, f"{R1}/groups/acknowledge", receipts=[seen[0]["receipt"]])
+            if len(seen) == 3:
+                break
+    # Then the others come again
+    left = await receive(api, count=3, wait_s=5.0)
+    names = [row["group"]["group_id"] for row in (await receive(api, count=3))["groups"]]
+    names += [row["group"]["group_id"] for row in left["groups"]]
+    assert sorted(names) == sorted(row["group"]["group_id"] for row in seen[1:])
+
+
+async def test_who_waits_in_vain_is_told_why(api: ApiWorld) -> None:
+    await post(api, f"{R1}/groups", tasks=[{}])
+    said = await receive(api, wait_s=5.5)
+    assert said["groups"] == [] and "no weights of run 'r1' are published yet" in said["why"]
+
+
+async def test_runs_are_made_and_changed_and_what_is_wrong_is_named(api: ApiWorld) -> None:
+    made = {"model": "tiny", "environment": "frozenlake", "settings": {"staleness": 3}}
+    for _ in range(2):
+        answer = await api.http.put("v1/runs/mine", json=made)
+        assert answer.json() == {"run_id": "mine", "model": "tiny", "environment": "frozenlake", "head_version": -1}
+    assert (await api.fabric.board.runs())["mine"].staleness == 3
+    for path, body, status, words in (
+        ("v1/runs/mine", {"settings": {"stalenes": 1}}, 422, "did you mean staleness"),
+        ("v1/runs/mine", {"setings": {}}, 422, "setings"),
+        ("v1/runs/other", {}, 404, "does not exist"),
+        ("v1/runs/a b", {}, 422, "a b"),
+    ):
+        answer = await api.http.put(path, json=body)
+        assert answer.status_code == status and words in answer.text, answer.text
+    said = await post(api, "v1/runs/min/groups", 404, tasks=[{}])
+    assert said["error"] == "RunUnknown" and "mine" in said["message"]
+    said = await post(api, f"{R1}/groups", 422, tasks=[{}], group_ids=["a", "b"])
+    assert "group_ids" in said["message"]
+    said = await post(api, f"{R1}/groups", 429, tasks=[{}] * 3, group_size=100, wait_s=0.1, group_ids=["a", "b", "c"])
+    assert said["facts"]["taken"] == ["a"]
+
+
+async def test_a_run_that_was_deleted_and_made_anew_is_served_anew(api: ApiWorld) -> None:
+    await post(api, f"{R1}/groups", tasks=[{}], group_ids=["a"])
+    config = (await api.fabric.board.runs())["r1"]
+    await api.fabric.board.delete_run("r1")
+    await post(api, f"{R1}/groups", 404, tasks=[{}])
+    await api.fabric.board.create_run(config)
+    assert await post(api, f"{R1}/groups", tasks=[{}], group_ids=["a"]) == {"group_ids": ["a"]}
+
+
+async def test_a_group_is_cancelled(api: ApiWorld) -> None:
+    await post(api, f"{R1}/groups", tasks=[{}], group_ids=["a"])
+    for is_there in (True, False):
+        assert (await api.http.delete(f"{R1}/groups/a")).json() == {"is_cancelled": is_there}
+
+
+async def test_weights_arrive_in_pieces_and_are_published_bit_by_bit(api: ApiWorld, tmp_path: Path) -> None:
+    await api.fabric.board.create_run(dataclasses.replace(RUN, run_id="w", model="not/here"))
+    tensors = {"w": np.arange(5000, dtype=np.float32), "b": np.array([np.nan, -0.0], np.float32)}
+    save_file(tensors, tmp_path / "made.safetensors")
+    data = (tmp_path / "made.safetensors").read_bytes()
+    path = "v1/runs/w/uploads/0/model.safetensors"
+    for start in range(0, len(data), 7000):  # one piece of which is sent twice
+        for _ in range(1 + (start == 7000)):
+            answer = await api.http.put(path, params={"offset": start}, content=data[start : start + 7000])
+            assert answer.json() == {"size_bytes": min(start + 7000, len(data))}, answer.text
+    assert await api.json(path) == {"size_bytes": len(data)}
+    assert (await api.http.put(path, params={"offset": 1 << 20}, content=b"x")).status_code == 422
+    said = await post(api, "v1/runs/w/versions", version=0)
+    assert said["kind"] == "keyframe" and said["version"] == 0
+    held = await fetch_weights(api.fabric.weights, "w", 0)
+    assert {name: held[name].tobytes() for name in tensors} == {n: array.tobytes() for n, array in tensors.items()}
+    # Then its files are gone; a directory on the api's machine, below its own, is published likewise
+    assert (await api.json(path)) == {"size_bytes": 0}
+    (tmp_path / "step-1").mkdir()
+    save_file({**tensors, "b": np.zeros(2, np.float32)}, tmp_path / "step-1" / "model.safetensors")
+    assert (await post(api, "v1/runs/w/versions", version=1, directory="step-1"))["kind"] == "delta"
+    assert (await post(api, "v1/runs/w/versions", 409, version=0, directory="step-1"))["error"] == "VersionConflict"
+    (tmp_path / "out").symlink_to("/etc")
+    for name in ("..", "/etc", "out", "nowhere"):
+        assert (
+            "nothing to publish" in (await post(api, "v1/runs/w/versions", 422, version=2, directory=name))["message"]
+        )
+    assert "no file was uploaded" in (await post(api, "v1/runs/w/versions", 422, version=2))["message"]
+    for name in ("..%2Fx.safetensors", "x.py", ".safetensors"):
+        assert (await api.http.put(f"v1/runs/w/uploads/2/{name}", content=b"x")).status_code in (404, 422)
+
+
+async def test_an_api_without_a_directory_takes_no_weights_and_readers_consume_nothing(url: str) -> None:
+    async with (
+        AsyncFabric(await RedisFabric.open(url, client_name="api"), url) as trainer,
+        running_api(url, training=router(Runs(trainer), Checkpoints(None)), **KEYS) as api,
+    ):
+        reader, owner = ({"authorization": f"Bearer {key}"} for key in (*KEYS["read_keys"], *KEYS["control_keys"]))
+        answer = await api.http.post(f"{R1}/versions", json={"version": 0}, headers=owner)
+        assert answer.status_code == 422 and "--checkpoints" in answer.text
+        for path, body in (("groups", {"tasks": [{}]}), ("groups/receive", {}), ("groups/stream", {})):
+            assert (await api.http.post(f"{R1}/{path}", json=body, headers=reader)).status_code == 403
+            assert (await api.http.post(f"{R1}/{path}", json=body)).status_code == 401
+
+
+async def test_a_client_that_leaves_loses_no_group(api: ApiWorld) -> None:
+    # Given a client that waits for a group, and leaves before it comes
+    with pytest.raises(httpx.ReadTimeout):
+        await api.http.post(f"{R1}/groups/receive", json={"wait_s": 5.0}, timeout=0.3)
+    await post(api, f"{R1}/groups", tasks=[{}], group_ids=["a"])
+    await play(api)
+    # Then the next one gets it, long before its time would have ended
+    got = await receive(api, wait_s=10.0)
+    assert [row["group"]["group_id"] for row in got["groups"]] == ["a"]
