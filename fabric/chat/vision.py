@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -112,14 +111,12 @@ def size(data: bytes) -> tuple[int, int]:
     if len(data) > IMAGE_BYTES_MAX:
         raise InputError(f"an image has {len(data):,} bytes, the limit is {IMAGE_BYTES_MAX:,}: send a smaller one")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sizes, which are looked at below
-            with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-                width, height = opened.size
-            if width * height > IMAGE_PIXELS_MAX:
-                raise Image.DecompressionBombError(f"{width:,} x {height:,} pixels")
+        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+            width, height = opened.size
+        if width * height > IMAGE_PIXELS_MAX:
+            raise Image.DecompressionBombError(f"{width:,} x {height:,} pixels")
     except (OSError, ValueError, SyntaxError) as error:
         raise InputError(f"an image of {len(data):,} bytes is none of {', '.join(FORMATS)}, or damaged") from error
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # the latter where it is an error
         raise InputError(f"an image is too large ({error}), the limit is {IMAGE_PIXELS_MAX:,} pixels") from error
     return width, height

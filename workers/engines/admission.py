@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...fabric.contract.errors import EngineError, EngineUnsupported
+from ...fabric.chat.vision import Vision
+from ...fabric.contract.errors import EngineError, EngineUnsupported, InputError
 from ...fabric.contract.limits import KEPT_ID_COUNT_MAX, TURN_SIDES_BYTES_MAX
 from ...fabric.contract.records import Int32
 from ...fabric.contract.sampling import FIELDS, GUIDED, is_field, is_whole, shown
@@ -40,11 +41,11 @@ def context_of(
 ) -> Int32:
     """Prompt and prior tokens, int32 (T,).
 
-    cannot: fields of sampling that the engine has not, each with the reason.
+    cannot: fields of sampling that the engine has not, and "images", each with the reason.
 
     Raises:
         EngineUnsupported: no other attempt would do better here: its sampling asks for one of these, or is none, or its
-            prompt fills the context, or has ids that the model has not.
+            prompt fills the context, or has images or ids that the model has not.
         EngineError: nothing can follow them in this engine, or they are not of its vocabulary.
     """
     _check_sampling(request, vocabulary_size)
@@ -55,6 +56,12 @@ def context_of(
                 request_id=request.request_id,
                 field=name,
             )
+    if request.images and "images" in cannot:
+        raise EngineUnsupported(
+            f"request {request.request_id!r} has images, which {engine} cannot take: {cannot['images']}",
+            request_id=request.request_id,
+            field="images",
+        )
     for name in ("prompt_ids", "prior_ids"):
         given: Any = getattr(request, name)
         if not isinstance(given, np.ndarray) or given.ndim != 1 or given.dtype.kind not in "iu":
@@ -86,6 +93,31 @@ def context_of(
             request_id=request.request_id,
         )
     return ids
+
+
+def check_images(request: GenerationRequest, vision: Vision) -> None:
+    """Require that the tokens of each image are those that the model makes of it. Reads the heads of files alone.
+
+    Raises:
+        EngineUnsupported: no other attempt would do better here: they are not, or a file is no image.
+    """
+    end = 0
+    for image in request.images:
+        try:
+            count = vision.token_count(image.data)
+        except InputError as error:
+            raise EngineUnsupported(
+                f"request {request.request_id!r}: {error}", request_id=request.request_id
+            ) from error
+        tokens = request.prompt_ids[image.start : image.end]
+        if image.start < end or tokens.size != count or (tokens != vision.token_id).any():
+            raise EngineUnsupported(
+                f"request {request.request_id!r} has an image at tokens {image.start} to {image.end}, where this model"
+                f" has {count} tokens {vision.token_id}: use the model's own chat template and image processor, of"
+                " equal versions in agents and workers",
+                request_id=request.request_id,
+            )
+        end = image.end
 
 
 def _check_sampling(request: GenerationRequest, vocabulary_size: int) -> None:

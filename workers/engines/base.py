@@ -99,7 +99,10 @@ class Engine(Protocol):
 
     @property
     def cannot(self) -> Mapping[str, str]:
-        """Fields of sampling that it cannot do, each with the reason and what can. Known once it has started."""
+        """Fields of sampling that it cannot do, and "images", each with the reason and what can.
+
+        Known once it has started.
+        """
         ...
 
     @property

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, LayoutMismatch
+from rollfab.fabric.contract.images import Image, digest_of
 from rollfab.fabric.contract.records import Int32, Sampling, TurnResult
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.versions.commit import Staged
@@ -777,6 +778,17 @@ async def test_what_an_engine_cannot_do_is_refused_with_the_field_the_engine_and
     assert name in engine.cannot
     with pytest.raises(EngineUnsupported, match=rf"'r' asks for {name}, which {kind} .* cannot do: .*tokenizer"):
         engine.generate(shaped("r", fields, 1.0))
+    assert engine.stats().running_count == engine.stats().waiting_count == 0
+
+
+async def test_a_model_that_reads_tokens_alone_refuses_images_with_the_engine_and_who_takes_them(
+    engine: Engine, kind: str
+) -> None:
+    data = b"a file"
+    image = Image(start=3, end=7, digest=digest_of(data), data=data)
+    with pytest.raises(EngineUnsupported, match=rf"'r' has images, which {kind} .* cannot take: .* alone.*qwen2_vl"):
+        engine.generate(greedy("r", 3, images=(image,)))
+    assert "images" in engine.cannot
     assert engine.stats().running_count == engine.stats().waiting_count == 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollfab.fabric.contract.errors import ConfigError, EngineError, WeightError
+from rollfab.fabric.contract.errors import ConfigError, EngineError, EngineUnsupported, WeightError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import Generation, GenerationRequest
@@ -27,6 +27,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from rollfab.workers.engines.transformers import loop as transformers_loop  # noqa: E402, F401  imported here, or the first test pays for it
 from rollfab.workers.engines.transformers.sampler import RowReader, draw  # noqa: E402
+from tests.support.seeing_model import write_seeing_model  # noqa: E402
 from tests.support.until import until  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
@@ -179,6 +180,12 @@ async def test_a_model_that_can_not_be_loaded_says_so() -> None:
         await started(model="/no/such/path")
     with pytest.raises(ConfigError, match="page_size"):
         TransformersConfig(page_size=1)
+
+
+async def test_a_model_that_sees_is_refused_with_the_engine_that_takes_it(tmp_path: Path) -> None:
+    model = str(write_seeing_model(tmp_path))
+    with pytest.raises(EngineUnsupported, match=r"sees, and this engine reads tokens alone: take --engine vllm"):
+        await TransformersEngine(TransformersConfig(model=model)).start()
 
 
 async def test_bfloat16_weights_are_written_as_the_bits_they_are() -> None:

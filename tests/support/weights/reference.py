@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from rollfab.fabric.chat.vision import find_vision
+from rollfab.fabric.contract.images import Image
 from rollfab.fabric.contract.records import Float32, Int32, Sampling
 from rollfab.fabric.model.presets import model_config
 
@@ -95,6 +97,39 @@ def kept_logprobs(model: str, old: Mapping[str, Any], new: Mapping[str, Any], co
     return found
 
 
+def seeing_logprobs(
+    model: str, bits: Mapping[str, Any], prompt: Int32, completion: Int32, images: Sequence[Image]
+) -> Float32:
+    """float32 (T, V): log-softmax of the logits that precede each token of the completion, of a model that sees.
+
+    Args:
+        model: a directory.
+        bits: its float32 parameters as stored bits, uint32, flat.
+        images: those of the prompt, at least one.
+    """
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model)
+    plain = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    _fill(plain, bits)
+    vision = find_vision(model)
+    assert vision is not None
+    arrays = vision.arrays([image.data for image in images])
+    ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
+    kinds = torch.zeros_like(ids)
+    for image in images:
+        kinds[:, image.start : image.end] = 1
+    with torch.no_grad():
+        logits = plain(
+            input_ids=ids,
+            mm_token_type_ids=kinds,
+            **{name: torch.from_numpy(each) for name, each in arrays.items()},
+        ).logits[0, len(prompt) - 1 : -1]
+    found: Float32 = torch.log_softmax(logits, dim=-1).numpy()
+    return found
+
+
 def _plain_model(model: str, bits: Mapping[str, Any]) -> Any:
     import torch
     import transformers
@@ -102,10 +137,16 @@ def _plain_model(model: str, bits: Mapping[str, Any]) -> Any:
     options = model_config(model)
     config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
     plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    _fill(plain, bits)
+    return plain
+
+
+def _fill(plain: Any, bits: Mapping[str, Any]) -> None:
+    import torch
+
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.copy_(torch.from_numpy(bits[name].view(np.float32).copy()).view(parameter.shape))
-    return plain
 
 
 def plain_logprobs_elsewhere(
@@ -128,6 +169,14 @@ def kept_logprobs_elsewhere(
     """The same as `kept_logprobs`, in that process."""
     copies = [{name: np.array(each) for name, each in bits.items()} for bits in (old, new)]
     return _elsewhere().submit(kept_logprobs, model, *copies, context, rest).result()
+
+
+def seeing_logprobs_elsewhere(
+    model: str, bits: Mapping[str, Any], prompt: Int32, completion: Int32, images: Sequence[Image]
+) -> Float32:
+    """The same as `seeing_logprobs`, in that process."""
+    copies = {name: np.array(each) for name, each in bits.items()}
+    return _elsewhere().submit(seeing_logprobs, model, copies, prompt, completion, images).result()
 
 
 @functools.cache

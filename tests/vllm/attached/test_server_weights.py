@@ -144,7 +144,7 @@ async def test_what_is_asked_for_of_the_distribution_reaches_the_server(
     door: ServerDoor, models: list[Path], torch_model: TorchReference
 ) -> None:
     await bring(door, writes_of(models[1], 1), 1)
-    untold = {"prompt_logprobs", "kept_tokens", "routed_experts"}
+    untold = {"prompt_logprobs", "kept_tokens", "routed_experts", "images"}
     assert door.abilities.cannot.keys() == {"presence_penalty", "frequency_penalty"} | GUIDED | untold
     plain = await tell(door, "plain")
     for cut in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ....fabric.chat.vision import FAMILIES
 from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import ConfigError, EngineError, EngineUnsupported, WeightError
 from ....fabric.contract.sampling import GUIDED
@@ -47,8 +48,9 @@ if TYPE_CHECKING:
     from .model import ParameterStore
 
 UNGUIDED = "it has no grammars. Engines that have: vllm, for a model with a tokenizer"
+BLIND = f"it reads tokens alone. Engines that see: vllm, with a model of {' or '.join(FAMILIES)}"
 NO_EXPERTS = "its model has none"
-CANNOT = dict.fromkeys(GUIDED, UNGUIDED)
+CANNOT = dict.fromkeys(GUIDED, UNGUIDED) | {"images": BLIND}
 FLASH_DTYPES = ("bfloat16", "float16")  # all that those kernels take; the library does not look before it switches
 
 

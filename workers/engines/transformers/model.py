@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ....fabric.chat.vision import FAMILIES
 from ....fabric.contract.errors import EngineError, EngineUnsupported
 from ....fabric.format.layout import Layout, TensorSpec
 from ....fabric.model.presets import is_preset, model_config
@@ -34,7 +35,7 @@ def load_model(model: str, dtype: str, device: str) -> Any:
 
     Raises:
         EngineError: it can not be loaded.
-        EngineUnsupported: it is quantised.
+        EngineUnsupported: it is quantised, or sees.
     """
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
@@ -61,6 +62,10 @@ def _from_hub(model: str, dtype: torch.dtype) -> Any:
             f"model {model!r} is quantised: a run's weights are written as the bits that are published. Give the"
             " unquantised model",
             model=model,
+        )
+    if config.model_type in FAMILIES:
+        raise EngineUnsupported(
+            f"model {model!r} sees, and this engine reads tokens alone: take --engine vllm", model=model
         )
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 CPU_BLOCK_TOKENS = 32  # the smallest that its kernels take: short prefixes are found in the cache too
 CPU_KV_BYTES = 64 << 20  # nominal: the count of blocks decides, this spares vLLM's guess of 92 % of the machine
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM has kernels for
+SEEING: Mapping[str, tuple[Any, str]] = {
+    "mm_device_do_normalize": (False, "the worker makes what the model reads of an image, whole"),
+    "mm_processor_cache_gb": (0.0, "it would never be asked, as the worker makes what the model reads of an image"),
+}
 KV_SIZES = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization")
 
 
@@ -71,28 +75,39 @@ def _explained(message: str, options: Mapping[str, Any]) -> str:
     return f"vLLM has no engine argument {word}: {advice}`rollfab worker --engine vllm -- --help=all` lists all"
 
 
-def engine_arguments(config: VllmConfig, model_path: str, *, on_cpu: bool) -> dict[str, Any]:
+def engine_arguments(config: VllmConfig, model_path: str, *, on_cpu: bool, sees: bool = False) -> dict[str, Any]:
     """Fields of AsyncEngineArgs for a vLLM of our own.
 
     Args:
         config: `arguments` are the user's.
         model_path: where the model's config is: a directory made for a preset, else a path or hub name.
         on_cpu: whether vLLM computes on a CPU; on a GPU all but what the fabric needs is left to vLLM.
+        sees: whether it is given images, as arrays.
 
     Raises:
         ConfigError: the user's contradict what the fabric needs.
-        EngineUnsupported: as `refuse_unwritable`.
+        EngineUnsupported: as `refuse_unwritable`; or an adapter beside a model that sees.
     """
+    if sees and config.adapter_rank is not None:
+        raise EngineUnsupported(
+            f"model {config.model!r} sees, and what an adapter beside it would do to its eyes is not tried: leave out"
+            " --adapter-rank, and publish the model itself",
+            name="adapter_rank",
+        )
     given = config.arguments
     refuse_unwritable(config, given.get("quantization"), moves_experts=bool(given.get("enable_eplb")))
-    fixed = _fixed(config)
+    fixed = _fixed(config) | (dict(SEEING) if sees else {})
     _refuse_contradictions(config, fixed)
     ours: dict[str, Any] = {"seed": secrets.randbits(31)}  # vLLM's 0 would make all workers draw the same tokens
     dtype = dtype_of(config.model, config.dtype)
     if dtype != "auto":
         ours["dtype"] = dtype  # on a GPU vLLM's own "auto" makes bfloat16 of float32
+    if sees:
+        ours["limit_mm_per_prompt"] = {"video": 0}
     if on_cpu:
         ours = _cpu_defaults(config) | ours
+        if sees:
+            ours["skip_mm_profiling"] = True  # the largest image that a model takes may be minutes of a CPU
     return ours | dict(config.arguments) | {name: value for name, (value, _) in fixed.items()} | {"model": model_path}
 
 

@@ -18,18 +18,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from ....fabric.contract.clock import SystemClock
-from ....fabric.contract.errors import EngineError, EngineUnsupported, WeightError
+from ....fabric.contract.errors import EngineError, EngineUnsupported, InputError, WeightError
 from ....fabric.contract.limits import LOGPROB_COUNT_MAX
 from ....fabric.contract.sampling import GUIDED, Sampling
 from ....fabric.format.layout import Layout
 from ....fabric.model.presets import is_preset
 from ....fabric.versions.commit import Staged, check_writes
-from ..admission import context_of, is_over, stops_of
+from ..admission import check_images, context_of, is_over, stops_of
 from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit
 from ..model_tokenizer import find_tokenizer
 from ..stops import Pieces, StopMatcher
@@ -38,6 +39,7 @@ from .common.arena import Mirror
 from .common.backend import Ask, Door
 from .common.config import VllmConfig
 from .common.shared import aside
+from .images import Eyes, find_eyes
 from .inplace.by_rank import VllmRanks, Write, ranks_of
 from .pause_reasons import DoorGuard, Holding
 from .requests import OpenRequest, start_over
@@ -51,6 +53,7 @@ ENDINGS = ("stop", "length", "abort")
 UNTOLD = {False: "the stream ended before the request did", True: "vLLM could not go on with it: see its log"}
 COMMIT_S = 60.0  # how long closing waits for a commit to somebody else's server
 ABORT_AGAIN_S = 0.05
+LOOKING_COUNT_MAX = 2  # requests whose images are read at once: the other threads are for weights
 
 
 class VllmEngine:
@@ -65,6 +68,8 @@ class VllmEngine:
         self._ranks: VllmRanks | None = None
         self._version = -1
         self._pieces: Pieces | None = None
+        self._eyes: Eyes | None = None
+        self._looking = asyncio.Semaphore(LOOKING_COUNT_MAX)
         self._cannot: dict[str, str] = {}
         self._open: dict[str, OpenRequest] = {}
         self._ended: dict[str, Generation] = {}
@@ -100,6 +105,7 @@ class VllmEngine:
                 ) from error
             await self._door.read(self._mirror)
             await self._find_tokenizer(facts.tokenizer)
+            await self._find_eyes()
             self._failure = None
             self._ranks = await ranks_of(self._door, self._between_commits, self._apply_by_ranks)
             way = self._door.abilities.weights
@@ -108,7 +114,7 @@ class VllmEngine:
                 is_dummy = is_ours and (
                     is_preset(self.config.model) or self.config.arguments.get("load_format") == "dummy"
                 )
-                await probe_writes(self, facts, is_dummy=is_dummy, is_whole=way == "reload")
+                await probe_writes(self, facts, is_dummy=is_dummy, is_whole=way == "reload", eyes=self._eyes)
             self._token_count = self._prompt_token_count = self._cached_token_count = 0
             self._door.guard_from_now()
         except BaseException:
@@ -124,6 +130,11 @@ class VllmEngine:
             self._cannot |= dict.fromkeys(("stop", *GUIDED), reason)
         else:
             self._pieces = Pieces(tokenizer)
+
+    async def _find_eyes(self) -> None:
+        if "images" not in self._cannot:
+            self._eyes, reason = await asyncio.to_thread(find_eyes, self.config.model)
+            self._cannot |= {"images": reason} if self._eyes is None else {}
 
     @property
     def cannot(self) -> Mapping[str, str]:
@@ -184,6 +195,8 @@ class VllmEngine:
             cannot=self.cannot,
         )
         self._check_counts(request)
+        if request.images and self._eyes is not None:
+            check_images(request, self._eyes.vision)
         matcher = stops_of(request, self._pieces)
         ask = Ask(
             request_id=request.request_id,
@@ -194,7 +207,7 @@ class VllmEngine:
             stop_ids=(*sampling.stop_ids, *self._more_stops(sampling, matcher)),
             cache_salt=request.cache_salt,
         )
-        return OpenRequest(ask=ask, matcher=matcher)
+        return OpenRequest(ask=ask, matcher=matcher, images=request.images)
 
     def _check_counts(self, request: GenerationRequest) -> None:
         """Require that it tells so many likeliest tokens.
@@ -223,18 +236,29 @@ class VllmEngine:
     async def _follow(self, opened: OpenRequest) -> None:
         """Collect a stream's tokens until it ends for good."""
         try:
+            await self._look(opened)
             while (reason := await self._collect(opened)) == "abort" and opened.starts_over and not opened.is_unwanted:
                 opened.starts_over = False
             is_told = reason in ENDINGS
             self._end(opened, reason if is_told else "error", None if is_told else UNTOLD[bool(reason)])
+        except InputError as error:  # of an image whose head was sound
+            self._end(opened, "refused", str(error))
         except EngineError as error:
             self._end(opened, "error", str(error))
         except Exception as error:  # of vLLM's stream: this request alone ends, and its agent asks again
             log.exception("engine.stream_failed", extra={"request_id": opened.ask.request_id})
             self._end(opened, "error", f"reading its tokens failed: {error!r}")
 
+    async def _look(self, opened: OpenRequest) -> None:
+        """Make what the model reads of a request's images, which takes 0.2 s a megapixel where it is new."""
+        if opened.images and self._eyes is not None:
+            async with self._looking:
+                seen = await asyncio.to_thread(self._eyes.look, opened.images)
+            opened.ask, opened.images = replace(opened.ask, images=seen), ()
+
     async def _collect(self, opened: OpenRequest) -> str:
         """One stream to its end; returns why it ended."""
+        opened.has_begun = True
         async with contextlib.aclosing(
             self._door.stream(opened.ask)
         ) as chunks:  # one that is given up ends in the vLLM too

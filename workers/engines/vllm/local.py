@@ -7,7 +7,7 @@
 - Output of vLLM and its children goes to the log file, if there is one.
 - A salt tells prefixes apart, which vLLM hashes into a prompt's first block and so into all that follow. It is the
   request's own, and counts commits: requests that keep their KV cache through one go on filling blocks under the old
-  salt, which no new request has.
+  salt, which no new request has. What was computed of an image is told apart by the same salt.
 - Not yet run on a GPU.
 """
 
@@ -41,6 +41,7 @@ from .common.environment import installed_version, prepare_environment
 from .common.logs import cause_of, output_into
 from .common.names import MPS, PRIOR_COUNT, PROBE
 from .common.shared import aside
+from .images import prompt_of
 from .plugin import children_die_with_us, register
 from .step.scheduler_page import Page
 
@@ -129,12 +130,12 @@ class LocalDoor:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from .arguments import engine_arguments, refuse_unwritable
-        from .common.layout import checkpoint_layout, quantization_of
+        from .common.layout import checkpoint_layout, quantization_of, sees
 
         register()
         is_on_cpu = bool(current_platform.is_cpu())
         path = self._model_path()
-        arguments = engine_arguments(self._config, path, on_cpu=is_on_cpu)
+        arguments = engine_arguments(self._config, path, on_cpu=is_on_cpu, sees=sees(path))
         refuse_unwritable(self._config, quantization_of(path), moves_experts=False)  # before vLLM finds other faults
         if self._config.guard is not None:
             arguments["async_scheduling"] = False  # a step would be let begin while the one before it still computes
@@ -216,9 +217,7 @@ class LocalDoor:
     # ---- requests
 
     async def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
-        from vllm.inputs import tokens_input
-
-        prompt = tokens_input(prompt_token_ids=ask.input_ids, cache_salt=f"{self._commit_count}.{ask.cache_salt}")
+        prompt = prompt_of(ask, salt=f"{self._commit_count}.{ask.cache_salt}")
         is_told_more = bool(ask.sampling.logprobs) or ask.sampling.prompt_logprobs is not None
         marks: list[tuple[int, int]] = []
         starts: Sequence[tuple[str, int]] | None = None
@@ -374,6 +373,8 @@ class LocalDoor:
             return
         with translated(self._config.log_path, "vLLM did not drop its KV cache"):
             await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            if self._llm.vllm_config.model_config.is_multimodal_model:
+                await self._llm.reset_encoder_cache()  # of images, which those requests need again
 
     async def read(self, into: Mirror) -> None:
         await self.update({"export": str(into.path)}, "vLLM did not show its weights")

@@ -63,12 +63,14 @@ def _add_engine() -> None:
     """In vLLMs that generate for us, and in whatever else runs in their environment."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from .common.pillow_eyes import see_without_torchvision
     from .inplace.packing import keep_weights_live
     from .step.seeded_sampling import lead_grammars, place_dice
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, f"{__package__}.inplace.transfer", "Transfer")
     keep_weights_live()
+    see_without_torchvision()
     place_dice()
     if OWNER in os.environ:
         lead_grammars()

@@ -11,6 +11,7 @@ import numpy as np
 
 from ....fabric.contract.errors import EngineError
 from ....fabric.contract.fields import WHOLE_MAX
+from ....fabric.contract.images import Image
 from ....fabric.contract.records import Side
 from ....fabric.contract.sides import joined, parts
 from ..admission import NOT_NUMBERS
@@ -26,9 +27,12 @@ class OpenRequest:
 
     task: what follows its stream. starts_over: set while its stream is ended only to be begun anew. is_unwanted: it is
     being aborted for good. matcher: looks for its stop texts; what comes after one is cut off. has_stopped: one came.
+    images: those that are to be read before it begins. has_begun: whether its stream has.
     """
 
     ask: Ask
+    images: tuple[Image, ...] = ()
+    has_begun: bool = False
     matcher: StopMatcher | None = None
     has_stopped: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -92,7 +96,7 @@ async def start_over(requests: Iterable[OpenRequest], door: Door) -> None:
     Raises:
         EngineError: the door is gone.
     """
-    begun = [each for each in requests if not each.tokens]
+    begun = [each for each in requests if each.has_begun and not each.tokens]
     for each in begun:
         each.starts_over = True
     while names := [each.ask.request_id for each in begun if each.starts_over and each.is_followed]:

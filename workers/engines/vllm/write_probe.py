@@ -5,20 +5,25 @@
 - Only a part of a tensor is written, as a delta would: the rows of the prompt's own tokens among them.
 - Weights made up by vLLM ("dummy") are so small that most of them change nothing that a float32 can show; others are
   written for the time of the probe.
+- The answer is to an image, where the model sees and images are taken; else its eyes are left out.
 - Where whole checkpoints are loaded, only the embedding is tried: an output layer tied to it may be forgotten.
 - Experts are left out: a short prompt need not reach one.
 """
 
 from __future__ import annotations
 
+import asyncio
+import io
 import logging
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....fabric.contract.errors import EngineError
+from ....fabric.contract.images import Image, digest_of
 from ....fabric.contract.records import Sampling
 from ....fabric.format.layout import Layout, TensorSpec
 from ....fabric.versions.commit import Staged
@@ -26,31 +31,41 @@ from ..base import Bits, Engine, GenerationRequest, Writes
 
 if TYPE_CHECKING:
     from .common.backend import ModelFacts
+    from .images import Eyes
 
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 16
+IMAGE_PIXELS = 56  # wide and high: four pieces of Qwen2-VL, in which no place is like another
+OF_EYES = ".visual."  # in the names of a model's tensors
 ROWS = 48  # of a matrix that are written: those of the prompt's tokens, and as many that it does not have
 DRAWN_COUNT = 1_000_003  # a prime: the rows of a matrix differ, however long they are
 TIMEOUT_S = 120.0
 FLOATS = ("float32", "bfloat16", "float16")
 
 
-async def probe_writes(engine: Engine, facts: ModelFacts, *, is_dummy: bool, is_whole: bool = False) -> None:
+async def probe_writes(
+    engine: Engine, facts: ModelFacts, *, is_dummy: bool, is_whole: bool = False, eyes: Eyes | None = None
+) -> None:
     """Require that the engine computes with the weights that are written.
 
     Args:
         is_dummy: its weights are made up.
         is_whole: a commit is a checkpoint, loaded by vLLM itself.
+        eyes: those of its model, if it takes images.
 
     Raises:
         EngineError: it does not; names the parameters.
     """
-    before = await _answer(engine, facts)
+    probe = await asyncio.to_thread(_probe, facts, eyes)
+    before = await _answer(engine, probe)
     if is_dummy:
         found = {name: bits.copy() for name, bits in engine.weight_bits().items()}
         await _write(engine, {name: (None, bits) for name, bits in lively(facts.layout).items()})
-    dead = await _dead_tensors(engine, facts, is_whole=is_whole)
+    kinds = [spec for spec in one_of_each_kind(facts.layout) if eyes is not None or OF_EYES not in spec.name]
+    if is_whole:
+        kinds = [spec for spec in kinds if _is_vocabulary(spec, facts)]
+    dead = await _dead_tensors(engine, facts, probe, kinds)
     if is_dummy:
         await _write(engine, {name: (None, bits) for name, bits in found.items()})
     if dead:
@@ -59,22 +74,22 @@ async def probe_writes(engine: Engine, facts: ModelFacts, *, is_dummy: bool, is_
             " weights for ever. Start it with rollfab in its environment and --weight-transfer-config"
             """ '{"backend": "rollfab"}', or report the model and device"""
         )
-    if await _answer(engine, facts) != before:
+    if await _answer(engine, probe) != before:
         raise EngineError("weights that were changed and changed back give another answer: do not use this engine")
-    log.info("engine.writes_are_live", extra={"kind_count": len(one_of_each_kind(facts.layout))})
+    log.info("engine.writes_are_live", extra={"kind_count": len(kinds)})
 
 
-async def _dead_tensors(engine: Engine, facts: ModelFacts, *, is_whole: bool) -> list[str]:
+async def _dead_tensors(
+    engine: Engine, facts: ModelFacts, probe: GenerationRequest, kinds: Sequence[TensorSpec]
+) -> list[str]:
     """Names of tensors that were written without changing the answer."""
     dead = []
-    usual = await _answer(engine, facts)
-    for spec in one_of_each_kind(facts.layout):
-        if is_whole and not _is_vocabulary(spec, facts):
-            continue
+    usual = await _answer(engine, probe)
+    for spec in kinds:
         for indices in _places(spec, facts):
             old = engine.weight_bits()[spec.name][indices].copy()
             await _write(engine, {spec.name: (indices, shifted(old, spec.dtype))})
-            if await _answer(engine, facts) == usual:
+            if await _answer(engine, probe) == usual:
                 dead.append(spec.name)
             await _write(engine, {spec.name: (indices, old)})
     return dead
@@ -144,11 +159,32 @@ async def _write(engine: Engine, writes: Writes) -> None:
     await engine.apply(Staged(-1, writes), turns="recompute")  # what every door can
 
 
-async def _answer(engine: Engine, facts: ModelFacts) -> tuple[Any, ...]:
-    """Tokens and log-probabilities of a greedy answer, as bits."""
-    prompt = np.arange(min(PROMPT_TOKENS, facts.vocabulary_size, facts.context_tokens_max - 4), dtype=np.int32)
+def _probe(facts: ModelFacts, eyes: Eyes | None) -> GenerationRequest:
+    """A request to which every tensor matters: a few tokens, after an image where it sees."""
+    ids = np.arange(min(PROMPT_TOKENS, facts.vocabulary_size, facts.context_tokens_max - 4), dtype=np.int32)
+    images: tuple[Image, ...] = ()
+    if eyes is not None:
+        data = noise()
+        count = eyes.vision.token_count(data)
+        ids = np.concatenate([np.full(count, eyes.vision.token_id, np.int32), ids])
+        images = (Image(start=0, end=count, digest=digest_of(data), data=data),)
     sampling = Sampling(temperature=0.0, max_tokens=2)
-    engine.generate(GenerationRequest(request_id="probe", prompt_ids=prompt, sampling=sampling))
+    return GenerationRequest(request_id="probe", prompt_ids=ids, sampling=sampling, images=images)
+
+
+def noise() -> bytes:
+    """A small PNG in which no two pieces are alike."""
+    from PIL import Image as Pillow
+
+    pixels = np.random.default_rng(0).integers(0, 256, (IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Pillow.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+async def _answer(engine: Engine, probe: GenerationRequest) -> tuple[Any, ...]:
+    """Tokens and log-probabilities of a greedy answer, as bits."""
+    engine.generate(probe)
     for generation in await engine.finished(TIMEOUT_S):
         if generation.error is None:
             return generation.completion_ids.tobytes(), generation.logprobs.tobytes()

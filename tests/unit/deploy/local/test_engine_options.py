@@ -151,6 +151,19 @@ def test_what_the_user_gives_wins():
     assert "num_gpu_blocks_override" not in found and "kv_cache_memory_bytes" not in found
 
 
+def test_a_model_that_sees_is_given_whole_arrays_and_no_adapter():
+    config = VllmConfig(model="org/name")
+    found = engine_arguments(config, "org/name", on_cpu=True, sees=True)
+    assert (found["mm_device_do_normalize"], found["mm_processor_cache_gb"]) == (False, 0.0)
+    assert found["limit_mm_per_prompt"] == {"video": 0} and found["skip_mm_profiling"]
+    assert "skip_mm_profiling" not in engine_arguments(config, "org/name", on_cpu=False, sees=True)
+    wrong = VllmConfig(model="org/name", arguments={"mm_device_do_normalize": True})
+    with pytest.raises(ConfigError, match="--mm-device-do-normalize is True, must be False"):
+        engine_arguments(wrong, "org/name", on_cpu=True, sees=True)
+    with pytest.raises(EngineUnsupported, match=r"'org/name' sees.*leave out --adapter-rank"):
+        engine_arguments(VllmConfig(model="org/name", adapter_rank=8), "org/name", on_cpu=True, sees=True)
+
+
 def test_two_workers_do_not_draw_the_same_tokens_unless_they_are_told_to():
     first, second = (engine_arguments(VllmConfig(), "/made", on_cpu=True)["seed"] for _ in range(2))
     assert first != second

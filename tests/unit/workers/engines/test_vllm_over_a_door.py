@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,23 +13,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from rollfab.fabric.chat.vision import Vision
 from rollfab.fabric.contract.errors import EngineError, EngineUnsupported, LayoutMismatch, WeightError
+from rollfab.fabric.contract.images import Image, digest_of
 from rollfab.fabric.contract.records import Sampling, Side
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.inspect.safetensors import save_bits
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.versions.commit import Staged
 from rollfab.workers.engines.base import EngineLimits, Generation, GenerationRequest, TurnsAtCommit, Writes
+from rollfab.workers.engines.vllm.attached.backend import CANNOT as SERVER_CANNOT
 from rollfab.workers.engines.vllm.attached.model import ServedModel
 from rollfab.workers.engines.vllm.attached.weights import ReloadedWeights, find_weights
 from rollfab.workers.engines.vllm.common.arena import Mirror
 from rollfab.workers.engines.vllm.common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
+from rollfab.workers.engines.vllm.images import Eyes
 from rollfab.workers.engines.vllm.write_probe import DRAWN_COUNT, lively
 from rollfab.workers.serving.guarding.guard import GuardOrders
 from tests.support.until import until
+from tests.unit.fabric.chat.world import png
 
 LAYOUT = Layout((TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,))))
 
@@ -181,6 +188,46 @@ async def test_one_pause_serves_all_reasons_and_a_commit_is_one_of_them(engine: 
     assert door.calls == ["hold", "write", "forget keep"] and engine.stats().paused_by == ("operator",)
     await engine.resume("operator")
     assert door.calls == ["hold", "write", "forget keep", "release"] and not door.is_held
+
+
+def with_image(request_id: str, **sampling: Any) -> GenerationRequest:
+    """Of a model whose token 9 stands for images."""
+    data = png(1, 56, 56)
+    image = Image(start=1, end=5, digest=digest_of(data), data=data)
+    prompt = np.array([3, 9, 9, 9, 9, 4], dtype=np.int32)
+    return GenerationRequest(request_id=request_id, prompt_ids=prompt, sampling=Sampling(**sampling), images=(image,))
+
+
+async def test_images_for_a_server_by_url_are_refused_with_the_reason(door: PlayedDoor) -> None:
+    door.abilities = dataclasses.replace(door.abilities, cannot=SERVER_CANNOT)
+    engine = VllmEngine(VllmConfig(probes_writes=False), door=door)
+    await engine.start()
+    with pytest.raises(EngineUnsupported, match=r"'r' has images, which played vllm cannot take: what a server's own"):
+        engine.generate(with_image("r"))
+    await engine.close()
+
+
+async def test_a_commit_waits_for_nobodys_images_and_the_turn_begins_with_the_new_weights(
+    engine: VllmEngine, door: PlayedDoor
+) -> None:
+    # Given a turn whose images are being read
+    may_go_on = threading.Event()
+
+    class SlowVision(Vision):
+        def arrays(self, images: Sequence[bytes]) -> Any:
+            may_go_on.wait(30.0)
+            return super().arrays(images)
+
+    engine._eyes, engine._cannot = Eyes(SlowVision(Qwen2VLImageProcessorPil(), 9)), {}
+    engine.generate(with_image("r", max_tokens=3))
+    await asyncio.sleep(0)
+    # When weights come
+    await engine.apply(Staged(1, B_ONES))
+    # Then they are in before it has begun
+    assert door.begun == []
+    may_go_on.set()
+    (made,) = await engine.finished(30.0)
+    assert made.versions == ((0, 3, 1),) and door.begun == ["r"]
 
 
 async def test_prefixes_are_kept_only_where_that_was_asked_for_and_never_when_turns_are_recomputed(

@@ -40,9 +40,13 @@ CUT_OFF = (
     "requests at a server are cut and asked again at every commit and hold, and it would not know what came before as"
     " the turn's own: take a vLLM in the worker's own process"
 )
+BLIND = (
+    "what a server's own image processor makes of an image is not known here: take a vLLM in the worker's own process"
+)
 CANNOT = {
     **dict.fromkeys((*GUIDED, "presence_penalty", "frequency_penalty"), CUT_OFF),
     **UNTOLD,
+    "images": BLIND,
     "prompt_logprobs": "a server tells them in no stream: take a vLLM in the worker's own process",
 }
 TEXT_NOTE = "it also turns tokens into text, which costs it time: start it with --enable-scale-out"

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from numpy.typing import NDArray
 
 from .....fabric.contract.limits import LOGPROB_COUNT_MAX
-from .....fabric.contract.records import Sampling, Side
+from .....fabric.contract.records import Float32, Sampling, Side
 from .....fabric.format.layout import Layout
 from ....serving.guarding.guard import GuardOrders
 from ...base import EngineLimits, TurnsAtCommit, Writes
@@ -38,13 +40,27 @@ class ModelFacts:
     logprob_count_max: int = LOGPROB_COUNT_MAX
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seen:
+    """What the model reads at tokens [start, end), which stand for the image with this digest.
+
+    pixel_values: float32 (N, D), its N pieces. image_grid_thw: int64 (3,), how many they are in time, height and width.
+    """
+
+    start: int
+    end: int
+    digest: str
+    pixel_values: Float32
+    image_grid_thw: NDArray[Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """A request as a door gets it.
 
     input_ids: prompt and prior tokens; the last `prior_count` of them are prior. token_count_max: new tokens, at least
     one. stop_ids: all tokens that end it; its stop texts are looked for by whoever asks.
-    cache_salt: of its prefixes; "": none.
+    cache_salt: of its prefixes; "": none. images: those of input_ids, in order.
     """
 
     request_id: str
@@ -54,6 +70,7 @@ class Ask:
     prior_count: int = 0
     stop_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    images: tuple[Seen, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,15 @@
 
 from __future__ import annotations
 
+from .....fabric.chat.vision import FAMILIES
 from .....fabric.contract.errors import EngineError
 from .....fabric.format.layout import ELEMENT_BYTES, Layout, TensorSpec
 
 
 def checkpoint_layout(model_path: str, dtype: str) -> Layout:
-    """List the tensors of AutoModelForCausalLM.named_parameters() as a layout, tied parameters once.
+    """List the tensors of a model's named_parameters() as a layout, tied parameters once.
+
+    The model is what AutoModelForCausalLM makes; of those that see, AutoModelForImageTextToText.
 
     Args:
         model_path: directory with a config.json, or hub name.
@@ -21,15 +24,16 @@ def checkpoint_layout(model_path: str, dtype: str) -> Layout:
         EngineError: no such checkpoint, or transformers does not know the model.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if dtype != "auto" and dtype not in ELEMENT_BYTES:
         raise EngineError(f"dtype {dtype!r} is none of {', '.join(ELEMENT_BYTES)}", dtype=dtype)
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+        kind = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=chosen)
+            model = kind.from_config(config, dtype=chosen)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise EngineError(
             f"the tensors of model {model_path!r} can not be listed: {error}. It must be a directory with a config.json"
@@ -50,6 +54,13 @@ def vocabulary_size(model_path: str) -> int:
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
     return int(config.get_text_config().vocab_size)
+
+
+def sees(model_path: str) -> bool:
+    """Tell whether a model is of a family whose images are taken. The config must be there."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model_path, trust_remote_code=False).model_type in FAMILIES
 
 
 def quantization_of(model_path: str) -> str | None:
