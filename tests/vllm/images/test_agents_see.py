@@ -66,9 +66,9 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     directory = tmp_path_factory.mktemp("seeing")
-    model = write_seeing_model(directory / "model", max_position_embeddings=1024)
+    # Many layers: an answer takes long enough to be interrupted.
+    model = write_seeing_model(directory / "model", max_position_embeddings=1024, num_hidden_layers=16)
     tokenizer = build_tokenizer(FAMILIES["qwen2.5-vl"])
-    marks = [each for each in tokenizer.all_special_ids]
     with processes(directory) as fabric:
         fabric.start("controller", "controller", "--name", "controller")
         worker = ("--engine", "vllm", "--model", str(model), "--slots", "4", "--context", "1024")
@@ -76,7 +76,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         with running_gateway(fabric, directory) as gateway:
             fabric.wait_for_role("controller")
             fabric.wait_for_role("dedicated", timeout_s=150.0)
-            yield Stage(gateway, model, random_weights(model, 2), dict.fromkeys(map(str, marks), -100.0))
+            yield Stage(
+                gateway, model, random_weights(model, 2), dict.fromkeys(map(str, tokenizer.all_special_ids), -100.0)
+            )
 
 
 def test_images_of_users_and_of_tools_are_in_the_rollout_as_the_policy_saw_them(stage: Stage) -> None:
@@ -123,7 +125,8 @@ def test_a_worker_that_is_killed_in_the_middle_of_an_answer_to_an_image_changes_
 
     async def killing() -> str:
         asking, log = asyncio.create_task(ask("killed")), ShardKeys("killed", 0).turn.log
-        await asyncio.to_thread(fabric.until, lambda: fabric.redis.hlen(log), 60.0, "some tokens are saved")
+        await asyncio.to_thread(fabric.until, lambda: asking.done() or fabric.redis.hlen(log), 60.0, "tokens are saved")
+        assert not asking.done(), asking.result()
         os.kill(fabric.supervisor.children["dedicated"].pid or 0, signal.SIGKILL)
         await asyncio.to_thread(fabric.until, asking.done, 240.0, "the call is answered")
         return await asking
