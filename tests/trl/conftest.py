@@ -1,0 +1,27 @@
+"""The real TRL on a CPU: settings for every test here, made before trl is imported."""
+
+import os
+from importlib.util import find_spec
+
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    TRL_EXPERIMENTAL_SILENCE="1",
+    ACCELERATE_USE_CPU="true",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+import pytest
+
+# In the other environment there is nothing to collect here; `make test-all` runs these in .venv-trl, where there is.
+collect_ignore_glob = [] if find_spec("trl") else ["*test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Warnings of TRL and what it imports are not ours; it takes long to import."""
+    for item in items:
+        if "tests/trl" in str(item.path):
+            item.add_marker(pytest.mark.filterwarnings("default"))
+            item.add_marker(pytest.mark.redis)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(240))
