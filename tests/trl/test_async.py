@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import queue
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,10 @@ from rollfab.errors import ConfigError, QueueError
 from rollfab.trainer.client import Run
 from rollfab.trainer.grpo import build_model
 from rollfab.trainer.integrations.trl_async import RolloutWorker, WeightTransfer
-from tests.support.processes.fabric_processes import Processes, check_totals, processes
+from tests.support.processes.fabric_processes import Processes, check_totals
 from tests.trl.training import WALK
 
 TASKS = [{"seed": 1}, {"seed": 2}]
-
-
-@pytest.fixture(scope="module")
-def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes(tmp_path_factory.mktemp("trl")) as fabric:
-        fabric.start_roles(agent=("--environment", "walk=tests.support.worlds.worlds:Walk"))
-        yield fabric
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+import rollfab
 from rollfab.errors import ConfigError, JobDead
 from rollfab.trainer.client import Run
 from rollfab.trainer.integrations.trl import ROLLOUT, rollout_func, rollout_reward
-from tests.support.processes.fabric_processes import Processes, check_rollout, check_totals, processes
+from tests.support.processes.fabric_processes import Processes, check_rollout, check_totals
 from tests.trl.training import SETTINGS, WALK, make_trainer
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "trl_frozenlake.py"
-
-
-@pytest.fixture(scope="module")
-def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    worlds = "tests.support.worlds.worlds"
-    with processes(tmp_path_factory.mktemp("trl")) as fabric:
-        names = ("--environment", f"walk={worlds}:Walk", "--environment", f"broken={worlds}:Broken")
-        fabric.start_roles(agent=names, worker=("--slots", "32"))
-        yield fabric
 
 
 @pytest.fixture
@@ -176,3 +167,22 @@ def test_a_group_of_somebody_else_is_left_alone(walk: Run, tmp_path: Path) -> No
     # Then it is still there
     with walk.groups(timeout=30, count=3) as groups:
         assert "mine" in {group.group_id for group in groups}
+
+
+def test_an_evaluation_before_training_takes_nothing_of_what_a_dead_process_asked_for(
+    fabric: Processes, walk: Run, tmp_path: Path
+) -> None:
+    # Given a process that ended as it had its rollouts, with weights like ours
+    def fail(**columns: Any) -> list[float | None]:
+        raise ArithmeticError
+
+    with rollfab.connect(fabric.url) as dead, pytest.raises(ArithmeticError):
+        make_trainer(dead.run(walk.run_id), tmp_path, rewards=fail).train()
+    assert walk.head_version() == 0
+    # When the next one evaluates first, then trains
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "per_device_eval_batch_size": 4}
+    trainer = make_trainer(walk, tmp_path, max_steps=1, **settings)
+    trainer.train()
+    # Then each gets rollouts of its own
+    assert [row["reward"] for row in trainer.state.log_history if "reward" in row] == pytest.approx([1.0])
+    assert walk.status().counters["groups_submitted"] == 2 + 2 + 2 + 2

@@ -7,25 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from rollfab.trainer.client import Run
-from tests.support.processes.fabric_processes import PYTHONPATH, ROOT, Processes, check_totals, processes
+from tests.support.processes.fabric_processes import PYTHONPATH, ROOT, Processes, check_totals
 from tests.trl.training import SETTINGS, WALK, make_trainer, noting
 
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-@pytest.fixture(scope="module")
-def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes(tmp_path_factory.mktemp("trl")) as fabric:
-        fabric.start_roles(agent=("--environment", "walk=tests.support.worlds.worlds:Walk"))
-        yield fabric
 
 
 def walk(fabric: Processes, name: str) -> Run:

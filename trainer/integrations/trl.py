@@ -134,14 +134,15 @@ class RolloutFunc:
     def _rows(self, prompts: Sequence[Any], trainer: Any) -> list[Row]:
         is_training = bool(trainer.model.training)
         if self._step != trainer.state.global_step:
-            self._publish(trainer)
+            self._publish(trainer, may_go_on=is_training)
         size = trainer.num_generations if is_training else trainer.num_generations_eval
         asked = [(dict(self._task(prompt)), count) for prompt, count in runs_of(prompts, size)]
         groups = self._train(asked) if is_training else self._evaluate(asked)
         if not any(group.rollouts for group in groups):
             self._publish(trainer)  # a version of its own, so that its groups do not come again for ever
             _raise_all_failed(self._run.run_id, groups)
-        filler_id = int(trainer.processing_class.pad_token_id)
+        processor = trainer.processing_class
+        filler_id = int(getattr(processor, "tokenizer", processor).pad_token_id)
         sized = zip(groups, asked, strict=True)
         rows = [row for group, (_, count) in sized for row in rows_of(group, count, filler_id)]
         rewards = [row.reward for row in rows if row.reward is not None]
@@ -152,11 +153,16 @@ class RolloutFunc:
 
     # ---- weights
 
-    def _publish(self, trainer: Any) -> None:
-        """Make the trainer's weights the head, then acknowledge the groups that they were trained on."""
+    def _publish(self, trainer: Any, *, may_go_on: bool = False) -> None:
+        """Make the trainer's weights the head, then acknowledge the groups that they were trained on.
+
+        Args:
+            may_go_on: whether a head that is these weights will do. Not for an evaluation: it drops all that it did not
+                ask for, and must not meet what a killed process asked for.
+        """
         named = list(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
         head = self._run.head_version()
-        if self._version < 0 and self._holds(named, head):
+        if may_go_on and self._version < 0 and self._holds(named, head):
             self._version = head
         else:
             self._version = head + 1
