@@ -224,6 +224,11 @@ def run_gateway(options: GatewayOptions) -> None:
     from ...workers.rewards.jobs import RewardAsker, open_queue, queue_of
 
     gateway = options.config()
+    if options.inference is not None:
+        from .inference import run_inference
+
+        run_inference(options, gateway, options.inference)
+        return
 
     async def serve(stop: asyncio.Event) -> None:
         worker_id, clock, desk = options.worker_id("gateway"), SystemClock(), Desk()

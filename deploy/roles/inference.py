@@ -1,0 +1,143 @@
+"""`rollfab gateway --inference RUN`: an engine's HTTP before the fleet, for trainers that know one vLLM or SGLang.
+
+The run is made where it is not there yet, with staleness 0: whoever publishes by HTTP expects that what is asked for
+afterwards comes of those weights, as from one engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+
+from ...api.gateway.config import GatewayConfig
+from ...fabric.contract.clock import SystemClock
+from ...fabric.contract.errors import ConfigError, RunUnknown
+from ...fabric.contract.records import RunConfig
+from ...fabric.model.presets import context_of, find_model
+from ...fabric.opened import RedisFabric
+from ...fabric.ports.inference import INFERENCE
+from ...trainer.aio import AsyncRun
+from ...trainer.checks import check_run
+from ...workers.agent.inference import FleetInference, Model, check_inference_run, no_reward
+from ...workers.agent.keeper import Elsewhere
+from ...workers.engines.model_tokenizer import ends_of, load_tokenizer
+from ..cli.printing import Console
+from .options import GatewayOptions
+from .run import AGENT_CONNECTION_COUNT_MAX, run_until_stopped
+
+TURN_COUNT_MAX = 1024  # of a carrier: the next one costs three round trips; what is settled waits for this one's end
+
+
+def run_inference(options: GatewayOptions, gateway: GatewayConfig, run_id: str) -> None:
+    """Serve until stopped."""
+    from ...api.inference.app import serve_inference
+    from ...workers.environments.confinement import hide
+
+    async def serve(stop: asyncio.Event) -> None:
+        worker_id = options.worker_id("gateway")
+        opening = RedisFabric.open(options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX)
+        async with await opening as ports:
+            config = await _run_of(ports, run_id, options.model)
+            may_download = options.model is not None or any(
+                fnmatchcase(config.model, each) for each in options.hub_names
+            )
+            model = await asyncio.to_thread(_load, config.model, may_download)
+            run = AsyncRun(ports, config)
+            inference = FleetInference(
+                ports,
+                config,
+                model,
+                SystemClock(),
+                worker_id=worker_id,
+                publish=partial(_publish, run, options.weights),
+            )
+            elsewhere = Elsewhere(
+                open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id),
+                make_ask_reward=lambda: no_reward,
+            )
+            tasks = [
+                asyncio.ensure_future(inference.serve(stop, elsewhere)),
+                asyncio.ensure_future(serve_inference(inference, gateway, stop, on_ready=partial(_say, config))),
+            ]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                stop.set()
+                for task in tasks:
+                    await task
+            finally:
+                await run.close()
+
+    hide()
+    run_until_stopped(serve, options.url)
+
+
+async def _run_of(ports: RedisFabric, run_id: str, model: str | None) -> RunConfig:
+    """Return the run whose turns are asked for; make it where it is not there."""
+    existing = (await ports.board.runs()).get(run_id)
+    if existing is None and model is None:
+        raise RunUnknown(
+            f"run {run_id!r} does not exist on this broker: give --model to create it, a preset, path or hub name that "
+            "workers hold",
+            run_id=run_id,
+        )
+    if existing is not None:
+        check_inference_run(existing)
+    if model is None:
+        assert existing is not None
+        return existing
+    found = await asyncio.to_thread(find_model, model)
+    if existing is not None and existing.model == found.name:
+        return existing
+    wanted = RunConfig(
+        run_id=run_id,
+        environment=INFERENCE,
+        model=found.name,
+        model_digest=found.digest,
+        staleness=0,
+        turn_count_max=TURN_COUNT_MAX,
+    )
+    return await ports.board.create_run(check_run(wanted))
+
+
+def _load(model: str, may_download: bool) -> Model:
+    tokenizer = load_tokenizer(model, may_download=may_download)
+    return Model(tokenizer=tokenizer, ends=ends_of(tokenizer, model), context_tokens_max=context_of(model))
+
+
+async def _publish(run: AsyncRun, directory: str | None, path: str, version: int | None) -> int:
+    """Publish what lies at a path in the directory that weights may come from; return its version.
+
+    Raises:
+        ConfigError: it lies elsewhere, or there is no such directory.
+    """
+    place = await asyncio.to_thread(_place, directory, path)
+    wanted = await run.head_version() + 1 if version is None else version
+    return (await run.publish(str(place), version=wanted)).version
+
+
+def _place(directory: str | None, path: str) -> Path:
+    if directory is None:
+        raise ConfigError(
+            "no weights are taken by path here: start the gateway with --weights DIRECTORY, in which the trainer saves "
+            "them; or publish from Python, by rollfab's run.publish"
+        )
+    try:
+        root = Path(directory).expanduser().resolve()
+        place = (root / path).resolve()
+        is_inside, is_there = place.is_relative_to(root), place.exists()
+    except (OSError, ValueError, RuntimeError):  # a name that no path can have
+        is_inside, is_there = True, False
+    if not is_inside:
+        raise ConfigError(
+            f"{path!r:.200} is not in the gateway's --weights directory, from which alone weights are taken"
+        )
+    if not is_there:
+        raise ConfigError(f"{path!r:.200} is not there on the gateway's machine: save the weights first")
+    return place
+
+
+def _say(run: RunConfig, url: str) -> None:
+    text = f"inference API of run {run.run_id}, model {run.model}, at {url.rstrip('/')}"
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
