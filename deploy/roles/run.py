@@ -225,9 +225,10 @@ def run_gateway(options: GatewayOptions) -> None:
 
     gateway = options.config()
     if options.inference is not None:
-        from .inference import run_inference
+        from .inference import serve_run
 
-        run_inference(options, gateway, options.inference)
+        hide()
+        run_until_stopped(partial(serve_run, options, gateway, options.inference), options.url)
         return
 
     async def serve(stop: asyncio.Event) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +19,7 @@ import pytest
 from tests.bench.lively import lively_weights
 from tests.support.processes.fabric_processes import Processes, processes
 from tests.support.processes.inference_process import RUN, InferenceProcess, running_inference
+from tests.support.tokenizer_files import byte_level, save
 from tests.support.until import until
 
 pytest.importorskip("torch")
@@ -23,6 +27,9 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 
 GENERATE = "/inference/v1/generate"
 PROMPT = [5, 6, 7]
+ROOT = Path(__file__).parents[3]
+CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
+TRAIN_CLIENT = ROOT / "tests" / "support" / "clients" / "train_client.py"
 VERSIONS = 6  # published while requests are pinned
 REQUESTS = 300
 
@@ -71,6 +78,24 @@ def test_the_routes_of_all_dialects_make_the_same_tokens(fleet: InferenceProcess
     answers = [tuple(choice["token_ids"]) for choice in first["choices"]]
     assert answers == [tuple(choice["token_ids"]) for choice in again["choices"]]
     assert len(set(answers)) == 3
+
+
+@pytest.mark.slow
+def test_the_unmodified_train_client_of_verifiers_gets_its_tokens(fleet: InferenceProcess, tmp_path: Path) -> None:
+    # Given verifiers in an environment of its own: `make .venv-clients/.done`
+    save(byte_level(), tmp_path)
+    words = [str(CLIENTS_PYTHON), str(TRAIN_CLIENT), f"{fleet.url}/v1", str(tmp_path)]
+    place = {"TRAINER_KEY": fleet.key, "PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    said = subprocess.run(words, env=place, capture_output=True, text=True, timeout=150, check=False)
+    assert said.returncode == 0, said.stderr
+    # Then both turns of its conversation have what the same prompts get here, log-probabilities among it
+    turns = json.loads(said.stdout.splitlines()[-1])
+    for prompt, completion, logprobs, _, _ in turns:
+        sampling = {"temperature": 0.0, "max_tokens": 20, "logprobs": 0}
+        choice = fleet.post(GENERATE, {"token_ids": prompt, "sampling_params": sampling})["choices"][0]
+        assert completion == choice["token_ids"] != []
+        assert np.allclose(logprobs, [each["logprob"] for each in choice["logprobs"]["content"]], atol=1e-5)
+    assert len(turns[1][0]) > len(turns[0][0])
 
 
 @pytest.mark.fault

@@ -123,6 +123,34 @@ async def test_completions_take_tokens_as_trls_client_sends_them(
     assert inference.prompts[1].sampling == {"max_tokens": 16}
 
 
+async def test_generate_takes_what_skyrl_sends(inference: FakeInference, http: httpx.AsyncClient) -> None:
+    # Given its requests, as remote_inference_client.py and engine_utils.py of SkyRL 0.3.0 build them
+    trained = {
+        "min_tokens": 1,
+        "skip_special_tokens": True,
+        "include_stop_str_in_output": True,
+        "max_tokens": 1024,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "logprobs": 1,
+        "stop": None,
+    }
+    body = {"sampling_params": trained, "model": "m", "token_ids": [1, 2], "cache_salt": "v3"}
+    (choice,) = (await http.post(GENERATE, json=body, headers={"X-Session-ID": "7"})).json()["choices"]
+    assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-0.5, -0.5]
+    sampled = {"n": 2, "logprobs": 0, "output_kind": 2, "prompt_logprobs": None, "temperature": 0.7, "max_tokens": 4}
+    answer = (await http.post(GENERATE, json={"sampling_params": sampled, "model": "m", "token_ids": [1]})).json()
+    assert [each["token_ids"] for each in answer["choices"]] == [[8, 9], [8, 9]]
+    assert [each.session for each in inference.prompts] == ["7", ""]
+    # And its control calls, but those of a collective
+    assert (await http.post("/pause", params={"mode": "keep", "clear_cache": "false"})).status_code == 200
+    assert (await http.post("/reset_prefix_cache", json={"reset_running_requests": False})).status_code == 200
+    assert (await http.post("/resume")).status_code == 200
+    assert (await http.post("/collective_rpc", json={"method": "skyrl_start_weight_update"})).status_code == 400
+
+
 async def test_sglangs_generate_takes_tokens_as_slime_sends_them(
     inference: FakeInference, http: httpx.AsyncClient
 ) -> None:
