@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from ...fabric.contract.clock import Clock, SystemClock
 from ...fabric.contract.ids import new_request_id
 from ...fabric.contract.sampling import shown
+from ...fabric.host.helpers import end_all
 from ...fabric.ports.inference import Completions, Inference, Prompt, ServerFacts
 from ..access.connections import BodyLimit
 from ..gateway.body import Body, read_json
@@ -61,7 +62,8 @@ def make_inference(inference: Inference, config: GatewayConfig, *, clock: Clock 
     """
     check_gateway(config)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    routes = _Routes(inference, Door(NO_SESSIONS, config, clock or SystemClock())).all()
+    clock = clock or SystemClock()
+    routes = _Routes(inference, Door(NO_SESSIONS, config, clock), clock).all()
     app.include_router(routes)
     app.include_router(routes, prefix="/k/{key}")
     app.add_exception_handler(HTTPException, _unrouted)
@@ -88,8 +90,9 @@ NO_SESSIONS = _NoSessions()
 class _Routes:
     """The routes, and what each does."""
 
-    def __init__(self, inference: Inference, door: Door) -> None:
+    def __init__(self, inference: Inference, door: Door, clock: Clock) -> None:
         self._inference = inference
+        self._clock = clock
         self._door = door
         self._control = Control(inference)
 
@@ -122,22 +125,22 @@ class _Routes:
         with self._door.room():
             asked = await _read(request, vllm.read_generate)
             made = await self._made(request, asked.prompt)
-        return answer(vllm.generated(asked, made, await self._head(), asked.prompt.request_id or new_request_id()))
+        return answer(vllm.generated(asked, made, self._head(), asked.prompt.request_id or new_request_id()))
 
     async def _completions(self, request: Request) -> Response:
         with self._door.room():
             asked = await _read(request, vllm.read_completions)
             made = await self._made(request, asked.prompt)
         name = asked.prompt.request_id or f"cmpl-{new_request_id()}"
-        return answer(vllm.completed(asked, made, await self._head(), name, await self._texts(made)))
+        return answer(vllm.completed(asked, made, self._head(), name, await self._texts(made)))
 
     async def _sglang(self, request: Request) -> Response:
         with self._door.room():
             asked = await _read(request, sglang.read_generate)
             asked = replace(asked, prompts=[_with_id(each) for each in asked.prompts])
             session = session_of(request)
-            work = asyncio.gather(*(self._inference.generate(replace(each, session=session)) for each in asked.prompts))
-            made = await unless_gone(request, _awaited(work))
+            work = [self._inference.generate(replace(each, session=session)) for each in asked.prompts]
+            made = await unless_gone(request, _all(work))
         return answer(sglang.entries(asked, made, [await self._texts(each) for each in made]))
 
     async def _made(self, request: Request, prompt: Prompt) -> Completions:
@@ -154,9 +157,8 @@ class _Routes:
             )
         return found
 
-    async def _head(self) -> dict[str, Any]:
-        facts = await self._inference.facts()
-        return {"model": facts.model, "created": 0}
+    def _head(self) -> dict[str, Any]:
+        return {"model": self._inference.model, "created": self._clock.wall_ms() // 1000}
 
     async def _models(self, _: Request) -> Response:
         return answer({"object": "list", "data": [_model(await self._inference.facts())]})
@@ -174,8 +176,13 @@ async def _read(request: Request, read: Callable[[Body], Any]) -> Any:
     return asked
 
 
-async def _awaited(work: asyncio.Future[list[Completions]]) -> list[Completions]:
-    return await work
+async def _all(work: list[Coroutine[Any, Any, Completions]]) -> list[Completions]:
+    """Return what all of these return; if one fails, nobody needs the others."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await end_all(tasks)
 
 
 def _with_id(prompt: Prompt) -> Prompt:

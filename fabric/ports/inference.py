@@ -113,6 +113,11 @@ class ServerFacts:
 class Inference(Protocol):
     """One run's completions."""
 
+    @property
+    def model(self) -> str:
+        """The run's model."""
+        ...
+
     async def facts(self) -> ServerFacts:
         """Say how it stands."""
         ...

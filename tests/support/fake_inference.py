@@ -30,11 +30,13 @@ class FakeInference:
         self.aborted: list[Sequence[str] | None] = []
         self.published: list[tuple[str, int | None]] = []
 
+    model = "org/model"
+
     async def facts(self) -> ServerFacts:
         """What they are."""
         return ServerFacts(
             run_id="policy",
-            model="org/model",
+            model=self.model,
             head_version=3,
             dtype="bfloat16",
             context_tokens_max=4096,

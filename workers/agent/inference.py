@@ -167,6 +167,11 @@ class FleetInference:
 
     # ---- the port
 
+    @property
+    def model(self) -> str:
+        """See ports/inference.py."""
+        return self._run.model
+
     async def facts(self) -> ServerFacts:
         """See ports/inference.py."""
         return ServerFacts(
