@@ -162,9 +162,9 @@ class Control:
     async def update_weights(self, request: Request) -> Response:
         """Publish a directory, as prime-rl's server does. vLLM's own update_info is a collective's."""
         body = await _body(request)
-        if body.has("update_info"):
-            raise Refused(400, "not_offered", f"update_info is not offered: {COLLECTIVE}")
-        path, version = body.required("weight_dir", str), version_named(body.take("weight_version"), "weight_version")
+        path, version = body.optional("weight_dir", str), version_named(body.take("weight_version"), "weight_version")
+        if path is None:
+            raise Refused(400, "not_offered", f"/update_weights without a weight_dir is not offered: {COLLECTIVE}")
         body.close()
         published = await self._inference.publish(path, version)
         return answer({"status": "ok", "message": "Weights updated", "weight_version": str(published)})

@@ -279,6 +279,21 @@ async def test_weights_come_by_path_and_by_no_collective(inference: FakeInferenc
     assert len(inference.published) == 2
 
 
+async def test_prime_rls_update_of_weights_goes_through(inference: FakeInference, http: httpx.AsyncClient) -> None:
+    # Given what update_weights of its utils/client.py posts, one after the other
+    assert (await http.post("/pause", params={"mode": "keep", "clear_cache": "false"})).status_code == 200
+    assert (await http.post("/update_weights", json={"weight_dir": "/outputs/step_4"})).status_code == 200
+    assert (await http.post("/resume")).status_code == 200
+    assert (inference.published, inference.paused) == ([("/outputs/step_4", None)], [])
+    # And what it posts for a collective, or an adapter, is refused: it gives up at once, as at every 4xx
+    for path, body in (
+        ("/update_weights", {"weight_dir": None}),
+        ("/init_broadcaster", {"host": "h", "port": 1}),
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}),
+    ):
+        assert (await http.post(path, json=body)).status_code == 400
+
+
 async def test_what_servers_say_of_themselves(http: httpx.AsyncClient) -> None:
     (card,) = (await http.get("/v1/models")).json()["data"]
     assert (card["id"], card["max_model_len"]) == ("org/model", 4096)
