@@ -47,8 +47,8 @@ class Prompt:
 
     token_ids: int32, shape (P,). sampling: fields of Sampling by name; the run's own settings win. count: how many
     completions; a seed is that of the first one, and one more for each of the others. ends_at_eos: whether the tokens
-    that end the model's answers end these. session: requests with the same one are turns of one trajectory, as long as
-    it lasts. request_id: by which `abort` finds it; empty: by none.
+    that end the model's answers end these. session: requests with the same one, one after the other, are turns of one
+    trajectory as long as that lasts. request_id: by which `abort` finds it; empty: by none.
     """
 
     token_ids: Int32 = field(repr=False)

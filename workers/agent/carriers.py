@@ -2,7 +2,8 @@
 
 - This process pushes a carrier when it needs one, claims it as any agent claims, and cancels its group when it is used
   up, lost, or idle: a carrier is never settled, so no consumer of the run ever sees it.
-- A session's turns are asked for on one carrier, as long as it has some left; all requests without a session share one.
+- A carrier has one turn under way at most, as trajectories have: so what is open is what the controller plans for.
+  A session keeps its carrier between its requests; what it asks for beside them goes to the carriers of no session.
 - A carrier that was claimed before is another process's leavings: nobody knows here which of its turns were asked for,
   so it is cancelled, too. Whatever becomes of processes, the next one to need a carrier cleans up.
 - Turns of a carrier are numbered without holes, as the broker expects: `ask` is not broken off when a client leaves.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...fabric.contract.errors import BrokerError, RunUnknown
 from ...fabric.contract.ids import new_group_id, trajectory_id
@@ -27,7 +28,8 @@ from .episode import TurnCaller
 log = logging.getLogger(__name__)
 
 SESSION_COUNT_MAX = 4096  # with a carrier of their own; beyond it the longest idle one is given up
-IDLE_S = 600.0  # without a request, after which a session's carrier is given up
+SESSION_IDLE_S = 60.0  # without a request, after which a session's carrier is given up: to the controller it thinks
+IDLE_S = 5.0  # likewise a carrier of no session: what nobody needs is to ask for no workers
 CLAIM_COUNT_MAX = 64  # carriers that are taken at once, where many sessions begin together
 WAIT_S = 0.5  # for a trajectory that was pushed, before it is looked for again
 SWEEP_S = 0.5
@@ -36,44 +38,31 @@ PRIORITY = 0  # what has little memory left still begins urgent trajectories, an
 
 @dataclass(slots=True, eq=False)
 class Carrier:
-    """A claimed trajectory, and what is under way on it. asked_count: turns, so far. is_over: it takes no more."""
+    """A claimed trajectory. session: whose it is; empty: nobody's. asked_count: turns, so far. is_over: it takes none.
+
+    asking: the turn that is under way.
+    """
 
     claim: TrajectoryClaim
+    session: str
     used_s: float
     asked_count: int = 0
     is_over: bool = False
-    asking: set[asyncio.Task[TurnResult]] = field(default_factory=set)
+    asking: asyncio.Task[TurnResult] | None = None
 
     @property
     def name(self) -> str:
         return self.claim.job.trajectory_id
 
-    def has_room(self) -> bool:
+    @property
+    def has_turns(self) -> bool:
         """Whether it has turns left."""
         return not self.is_over and self.asked_count < self.claim.turn_count_max
 
-    def next_index(self) -> int:
-        """Take the number of its next turn."""
-        self.asked_count += 1
-        return self.asked_count - 1
-
-    def ask(self, caller: TurnCaller, job: TurnJob) -> asyncio.Task[TurnResult]:
-        """Begin to ask for a turn. The task is cancelled only where the carrier is over."""
-        task = asyncio.create_task(caller.ask(self.claim, job))
-        self.asking.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[TurnResult]) -> None:
-        self.asking.discard(task)
-        if not task.cancelled():
-            task.exception()  # it may be that nobody waits for it any more
-
-    def end(self) -> None:
-        """End it: who waits for one of its turns finds the task cancelled."""
-        self.is_over = True
-        for task in self.asking:
-            task.cancel()
+    @property
+    def is_free(self) -> bool:
+        """Whether a turn can be asked for on it now."""
+        return self.has_turns and self.asking is None
 
 
 class Carriers:
@@ -86,7 +75,8 @@ class Carriers:
         self._rollouts = fabric.rollouts(run)
         self.claims: dict[str, TrajectoryClaim] = {}
         self._held: dict[str, Carrier] = {}  # by trajectory
-        self._current: dict[str, Carrier] = {}  # by session; the longest unused first
+        self._sessions: dict[str, Carrier] = {}  # the longest unused first
+        self._free: list[Carrier] = []  # of no session; the last used last, and some that are not free any more
         self._spare: list[TrajectoryClaim] = []
         self._waiting_count = 0
         self._taking = asyncio.Lock()
@@ -118,34 +108,61 @@ class Carriers:
     # ---- requests
 
     async def of(self, session: str) -> Carrier:
-        """Return the carrier of a session that has a turn left.
+        """Return a carrier on which a turn can be asked for: its caller calls `ask` before it awaits anything.
 
         Raises:
             QueueFull, BrokerFull, RunUnknown: the run takes no trajectory in, as they say.
         """
-        carrier = self._current.get(session)
-        if carrier is None or not carrier.has_room():
+        own = self._sessions.get(session)
+        carrier = own if own is not None and own.is_free else self._next_free()
+        if carrier is None:
             self._waiting_count += 1
             try:
                 async with self._taking:
-                    carrier = self._current.get(session)
-                    if carrier is None or not carrier.has_room():
-                        carrier = self._replace(session, await self._take())
+                    carrier = self._next_free()
+                    if carrier is None:
+                        carrier = Carrier(await self._take(), "", 0.0)
+                        self._held[carrier.name] = carrier
             finally:
                 self._waiting_count -= 1
-        self._current[session] = self._current.pop(session)
-        carrier.used_s = asyncio.get_running_loop().time()
+        own = self._sessions.get(session)  # another request of the session may have brought one meanwhile
+        if session and (own is None or not own.has_turns):
+            carrier.session = session
+        if carrier.session:
+            self._sessions.pop(carrier.session, None)
+            self._sessions[carrier.session] = carrier
+            self._bound_sessions()
         return carrier
 
-    def _replace(self, session: str, claim: TrajectoryClaim) -> Carrier:
-        carrier = Carrier(claim, asyncio.get_running_loop().time())
-        self._held[carrier.name] = self._current[session] = carrier
-        while len(self._current) > SESSION_COUNT_MAX:
-            idle = next((name for name, each in self._current.items() if not each.asking and name != session), None)
+    def ask(self, carrier: Carrier, caller: TurnCaller, job: TurnJob) -> asyncio.Task[TurnResult]:
+        """Begin to ask for a carrier's next turn. The task is cancelled only where the carrier is over."""
+        assert carrier.is_free
+        carrier.asked_count += 1
+        carrier.asking = asyncio.create_task(caller.ask(carrier.claim, job))
+        carrier.asking.add_done_callback(lambda task: self._has_asked(carrier, task))
+        return carrier.asking
+
+    def _has_asked(self, carrier: Carrier, task: asyncio.Task[TurnResult]) -> None:
+        carrier.asking = None
+        carrier.used_s = asyncio.get_running_loop().time()
+        if not carrier.session and carrier.has_turns:
+            self._free.append(carrier)
+        if not task.cancelled():
+            task.exception()  # it may be that nobody waits for it any more
+
+    def _next_free(self) -> Carrier | None:
+        while self._free:
+            carrier = self._free.pop()
+            if carrier.is_free:
+                return carrier
+        return None
+
+    def _bound_sessions(self) -> None:
+        while len(self._sessions) > SESSION_COUNT_MAX:
+            idle = next((each for each in self._sessions.values() if each.is_free), None)
             if idle is None:
-                break
-            self.give_up(self._current[idle])
-        return carrier
+                return
+            self.give_up(idle)
 
     async def _take(self) -> TrajectoryClaim:
         """Claim a trajectory that nobody has held before; push some for all who wait, where there is none."""
@@ -169,13 +186,15 @@ class Carriers:
     # ---- their end
 
     def give_up(self, carrier: Carrier) -> None:
-        """End a carrier; its group is cancelled soon."""
-        if carrier.is_over and carrier.name not in self._held:
+        """End a carrier: who waits for its turn finds the task cancelled. Its group is cancelled soon."""
+        if carrier.is_over:
             return
-        carrier.end()
+        carrier.is_over = True
+        if carrier.asking is not None:
+            carrier.asking.cancel()
         self._held.pop(carrier.name, None)
-        for session in [name for name, each in self._current.items() if each is carrier]:
-            del self._current[session]
+        if self._sessions.get(carrier.session) is carrier:
+            del self._sessions[carrier.session]
         self._forget(carrier.claim)
 
     def _forget(self, claim: TrajectoryClaim) -> None:
@@ -192,8 +211,8 @@ class Carriers:
         while True:
             now_s = asyncio.get_running_loop().time()
             for carrier in list(self._held.values()):
-                is_of_use = carrier.has_room() and carrier.used_s + IDLE_S > now_s
-                if not carrier.asking and not is_of_use:
+                idle_s = SESSION_IDLE_S if carrier.session else IDLE_S
+                if carrier.asking is None and not (carrier.has_turns and carrier.used_s + idle_s > now_s):
                     self.give_up(carrier)
             await self._cancel_ended()
             await asyncio.sleep(SWEEP_S)
@@ -205,7 +224,7 @@ class Carriers:
 
     async def close(self) -> None:
         """End all carriers, and cancel their groups."""
-        asking = [task for carrier in self._held.values() for task in carrier.asking]
+        asking = [carrier.asking for carrier in self._held.values() if carrier.asking is not None]
         for carrier in list(self._held.values()):
             self.give_up(carrier)
         for claim in self._spare:

@@ -279,12 +279,12 @@ class FleetInference:
             if request.is_aborted:
                 return _ABORTED
             job = TurnJob(
-                turn_id=turn_id(carrier.name, carrier.next_index()),
+                turn_id=turn_id(carrier.name, carrier.asked_count),
                 agent_id=self._worker_id,
                 sampling=sampling,
                 prompt_ids=prompt.token_ids,
             )
-            asking = carrier.ask(self._caller, job)
+            asking = self._carriers.ask(carrier, self._caller, job)
             request.turns[asking] = carrier, job
             try:
                 return _made(await asyncio.shield(asking))

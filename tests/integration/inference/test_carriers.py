@@ -95,29 +95,37 @@ def ask(inference: FleetInference, **said: object) -> asyncio.Task[Completions]:
     return asyncio.create_task(inference.generate(Prompt(token_ids=PROMPT, **said)))  # type: ignore[arg-type]
 
 
-async def test_a_session_has_one_carrier_while_it_lasts_and_the_others_share_one(url: str) -> None:
+async def test_a_session_keeps_its_carrier_and_the_others_take_theirs_by_turns(url: str) -> None:
     async with serving(url) as (inference, ports, hand):
-        # When two sessions and two requests without one ask, and one session asks twice more
-        asking = [ask(inference, session=name) for name in ("a", "b", "", "", "a", "a")]
-        claims = await hand.take(6)
-        assert not hand.claims
+        # When two sessions and two requests without one ask, and one session beside itself
+        asking = [ask(inference, session=name) for name in ("a", "b", "", "", "a")]
+        claims = await hand.take(5)
+        carriers = [trajectory_of(claim.job.turn_id) for claim in claims]
+        assert len(set(carriers)) == 5, "each has one turn under way at most"
+        assert (await ports.board.run_status("r1")).trajectories["running"] == 5
         for claim in claims:
             assert claim.job.sampling.stop_ids == (2,)
             await hand.settle(claim)
         answers = await asyncio.gather(*asking)
+        assert [each.made[0].token_ids for each in answers] == [[8, 2]] * 5
 
-        # Then a session's requests are turns of one trajectory, as many as one may have, and so are those of no session
-        assert [each.made[0].token_ids for each in answers] == [[8, 2]] * 6
-        by_carrier: dict[str, int] = {}
-        for claim in claims:
-            by_carrier[trajectory_of(claim.job.turn_id)] = by_carrier.get(trajectory_of(claim.job.turn_id), 0) + 1
-        assert sorted(by_carrier.values()) == [1, 1, 2, 2]
+        # Then what they ask for next is on the same ones, which are used up then
+        asking = [ask(inference, session=name) for name in ("a", "b", "", "", "")]
+        again = await hand.take(5)
+        assert {trajectory_of(claim.job.turn_id) for claim in again} == set(carriers)
+        for claim in again:
+            await hand.settle(claim)
+        await asyncio.gather(*asking)
 
-        # And used-up carriers are gone soon, while the others stay
         async def is_swept() -> bool:
-            return (await ports.board.run_status("r1")).counters.get("groups_cancelled", 0) == 2
+            return (await ports.board.run_status("r1")).counters.get("groups_cancelled", 0) == 5
 
         await until(is_swept)
+        last = ask(inference, session="a")
+        (claim,) = await hand.take(1)
+        assert trajectory_of(claim.job.turn_id) not in carriers
+        await hand.settle(claim)
+        await last
     # And at the end of the process nothing is left of any
     async with await RedisFabric.open(url, client_name="test") as ports:
         status = await ports.board.run_status("r1")
