@@ -45,6 +45,8 @@ async def serve_run(options: GatewayOptions, gateway: GatewayConfig, run_id: str
         may_download = options.model is not None or any(fnmatchcase(config.model, each) for each in options.hub_names)
         model = await asyncio.to_thread(_load, config.model, may_download)
         run = AsyncRun(ports, config)
+        if options.model is not None:
+            await publish_first(run)
         publish = partial(_publish, run, options.weights)
         inference = FleetInference(ports, config, model, SystemClock(), worker_id=worker_id, publish=publish)
         elsewhere = Elsewhere(
@@ -90,6 +92,20 @@ async def _run_of(ports: RedisFabric, run_id: str, model: str | None) -> RunConf
         turn_count_max=TURN_COUNT_MAX,
     )
     return await ports.board.create_run(check_run(wanted))
+
+
+async def publish_first(run: AsyncRun) -> None:
+    """Publish the model's own weights as version 0, where nothing is published and they lie here.
+
+    An engine answers with them from its start, so its clients ask before they send any.
+    """
+    place = Path(run.config.model)
+    if await run.head_version() < 0 and await asyncio.to_thread(_has_weights, place):
+        await run.publish(str(place), version=0)
+
+
+def _has_weights(place: Path) -> bool:
+    return place.is_absolute() and any(place.glob("*.safetensors"))
 
 
 def _load(model: str, may_download: bool) -> Model:
