@@ -28,7 +28,7 @@ from ..cli.printing import Console
 from .options import GatewayOptions
 
 CONNECTION_COUNT_MAX = 1024  # it waits at several places in each of the run's shards
-TURN_COUNT_MAX = 1024  # of a carrier: the next one costs three round trips; what is settled waits for this one's end
+TURN_COUNT_MAX = 16  # of a carrier: what its turns made waits in the broker for its end; a new one costs 3 round trips
 
 
 async def serve_run(options: GatewayOptions, gateway: GatewayConfig, run_id: str, stop: asyncio.Event) -> None:

@@ -83,6 +83,7 @@ def test_the_routes_of_all_dialects_make_the_same_tokens(fleet: InferenceProcess
 @pytest.mark.slow
 def test_the_unmodified_train_client_of_verifiers_gets_its_tokens(fleet: InferenceProcess, tmp_path: Path) -> None:
     # Given verifiers in an environment of its own: `make .venv-clients/.done`
+    assert CLIENTS_PYTHON.exists(), "make .venv-clients/.done"
     save(byte_level(), tmp_path)
     words = [str(CLIENTS_PYTHON), str(TRAIN_CLIENT), f"{fleet.url}/v1", str(tmp_path)]
     place = {"TRAINER_KEY": fleet.key, "PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
