@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 AUDIT := .venv-audit
 TRL := .venv-trl
+CLIENTS := .venv-clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKED := install -qq --require-hashes # nothing comes in whose SHA-256 is not in deploy/lock/
 CUDA_LOCK = $$($(BIN)/python deploy/lock/cuda_wanted.py)
@@ -56,7 +57,7 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 test: check ## check, then every test but slow ones: less than twelve minutes on two cores
 	$(PYTEST) tests -m "not slow and not alone" $(ARGS)
 
-test-all: check $(VLLM)/.done $(TRL)/.done ## check, then every test: slow ones, a real browser, real vLLM and TRL too
+test-all: check $(VLLM)/.done $(TRL)/.done $(CLIENTS)/.done ## check, then every test: slow ones, a real browser, real vLLM and TRL too
 	@tests/e2e/install_chromium.sh
 	$(PYTEST) tests -m "not alone" $(ARGS)
 	$(BIN)/python -m pytest tests -m alone $(ARGS)
@@ -110,7 +111,7 @@ clean: ## remove what tools and builds made
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) $(VLLM) .venv-arq $(AUDIT) $(TRL)
+	rm -rf $(VENV) $(VLLM) .venv-arq $(CLIENTS) $(AUDIT) $(TRL)
 
 # ---- installing: a stamp per layer, so that the second time costs nothing
 
@@ -146,6 +147,11 @@ $(VENV)/.dev: $(VENV)/.demo deploy/lock/dev.txt
 .venv-arq/.done: deploy/lock/arq.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear .venv-arq
 	@.venv-arq/bin/python -m pip --disable-pip-version-check $(LOCKED) -r deploy/lock/arq.txt
+	@touch $@
+
+$(CLIENTS)/.done: deploy/lock/clients.txt | $(BIN)/python
+	@$(BIN)/python -m venv --clear .venv-clients
+	@.venv-clients/bin/python -m pip --disable-pip-version-check $(LOCKED) -r deploy/lock/clients.txt
 	@touch $@
 
 # Its pins are whole, so nothing is resolved (--no-deps): pip would add CUDA builds that break the CPU build of vLLM.

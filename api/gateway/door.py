@@ -65,10 +65,10 @@ class Door:
         return facts if facts is not None and facts.session_id == request.path_params["session"] else None
 
     def check_creator(self, request: Request) -> None:
-        """Require a creator's key. Raises Refused."""
-        key = _key_of(request)
-        if place_among(key, self._config.creator_keys) is None:
-            raise self._refusal(request, key)
+        """Require a creator's key, in a header or, where the path has a place for one, there. Raises Refused."""
+        sent, named = _key_of(request), request.path_params.get("key", "")
+        if all(place_among(key, self._config.creator_keys) is None for key in (sent, named)):
+            raise self._refusal(request, sent or named)
 
     @contextmanager
     def room(self) -> Iterator[None]:

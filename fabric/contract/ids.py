@@ -39,6 +39,11 @@ def new_group_id() -> str:
     return secrets.token_hex(10)
 
 
+def new_request_id() -> str:
+    """Make a name for a request whose client gave it none: 80 random bits."""
+    return secrets.token_hex(10)
+
+
 def new_worker_id(kind: str) -> str:
     """Make a name that is readable and unique on one broker: kind, host, process, and 24 random bits."""
     host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:20].strip("-") or "host"

@@ -156,6 +156,18 @@ def model_config(name: str) -> dict[str, Any]:
     return dict(PRESETS[name])
 
 
+def context_of(model: str) -> int:
+    """Return how many tokens a model's context has, as its config says; 0: it is not known here."""
+    if is_preset(model):
+        return int(PRESETS[model]["max_position_embeddings"])
+    try:
+        config = json.loads((Path(model) / "config.json").read_bytes())
+        found = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return 0
+    return found if isinstance(found, int) and found > 0 else 0
+
+
 TOKENIZER_FILES = (
     "added_tokens.json",
     "merges.txt",

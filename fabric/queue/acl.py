@@ -79,20 +79,31 @@ AGENT = Rights(
     writes=f"{BEAT_KEYS} {ENDING_KEYS} {{run}}:inbox:* {RQ_ASK_KEYS}",
 )
 
+TRAINER = Rights(
+    purpose="creates runs, pushes groups, takes completed ones, publishes weights",
+    scripts="push_group beat_consumer acknowledge cancel_group rerun_stale open_publisher put_manifest "
+    "advance_head set_head drop_version mend late_groups close_group add_event clock holders offer answer",
+    commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
+    "mget get getrange xrevrange xread wait waitaof",
+    reads=f"{STATUS_KEYS} {{weights}}:*",
+    writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:consumers {run}:dead "
+    "{run}:consumed {run}:open {run}:late {run}:clock {run}:group:* {run}:rollouts:* {run}:trajectory:* "
+    "{run}:turn:* {weights}:*",
+)
+
 RIGHTS: dict[str, Rights] = {
-    "trainer": Rights(
-        purpose="creates runs, pushes groups, takes completed ones, publishes weights",
-        scripts="push_group beat_consumer acknowledge cancel_group rerun_stale open_publisher put_manifest "
-        "advance_head set_head drop_version mend late_groups close_group add_event clock holders offer answer",
-        commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
-        "mget get getrange xrevrange xread wait waitaof",
-        reads=f"{STATUS_KEYS} {{weights}}:*",
-        writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:consumers {run}:dead "
-        "{run}:consumed {run}:open {run}:late {run}:clock {run}:group:* {run}:rollouts:* {run}:trajectory:* "
-        "{run}:turn:* {weights}:*",
-    ),
+    "trainer": TRAINER,
     "agent": AGENT,
     "gateway": replace(AGENT, purpose="holds sessions: trajectories that agents play elsewhere"),
+    "inference": Rights(
+        purpose="a gateway before an engine's HTTP: carriers and turns like an agent, runs and weights like a trainer",
+        scripts=f"{BEAT} claim renew release reap push_turns settle_turns cancel_turns fail_trajectory late_groups "
+        "close_group push_group cancel_group open_publisher put_manifest advance_head set_head drop_version mend "
+        "clock holders offer answer",
+        commands=" ".join(dict.fromkeys(f"{LEAVE} blpop {TRAINER.commands}".split())),
+        reads=f"{TRAINER.reads} {{run}}:leases",
+        writes=f"{BEAT_KEYS} {ENDING_KEYS} {{run}}:consumed {{run}}:inbox:* {{rf}}:runs {{weights}}:*",
+    ),
     "worker": Rights(
         purpose="dedicated or serving: generates turns under a lease, receives weights",
         scripts=f"{BEAT} read_lends set_sharing claim renew release settle_turns hold holders answer",

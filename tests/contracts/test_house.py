@@ -27,7 +27,7 @@ FUNCTION_LINE_COUNT_MAX = 70
 INIT_LINE_COUNT_MAX = 40
 LUA_LINE_COUNT_MAX = 60
 FOLDER_FILE_COUNT_MAX = 15
-GENERATED = {"__pycache__", ".venv", ".venv-arq", ".git", "build", "dist"}
+GENERATED = {"__pycache__", ".venv", ".venv-arq", ".venv-clients", ".git", "build", "dist"}
 
 
 @cache

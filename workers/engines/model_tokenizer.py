@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...fabric.chat.template import ChatTemplate
+from ...fabric.chat.template import ChatTemplate, named_ends
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.records import Int32
 from ...fabric.contract.text import printable
@@ -99,6 +99,18 @@ def chat_of(tokenizer: Tokenizer, model: str) -> ChatTemplate:
     if isinstance(tokenizer, CharTokenizer):
         return preset_chat()
     raise ConfigError(f"model {model!r} has no chat template: environments speak to it in plain text", model=model)
+
+
+def ends_of(tokenizer: Tokenizer, model: str) -> tuple[int, ...]:
+    """Return the tokens that end a model's answers where nobody speaks of chat: its end of sequence, and those that its
+    generation_config.json names, as vLLM and SGLang take them.
+
+    Raises:
+        ConfigError: that file cannot be read.
+    """
+    own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    named = named_ends(model) if isinstance(tokenizer, HubTokenizer) else ()
+    return tuple(dict.fromkeys((*own, *named)))
 
 
 def load_tokenizer(model: str, *, may_download: bool = False) -> Tokenizer:

@@ -138,7 +138,9 @@ async def test_every_script_may_be_called_by_the_roles_that_have_it(
 
     assert broker.denials() == []
     assert replace(RIGHTS["gateway"], purpose="") == replace(RIGHTS["agent"], purpose=""), "else play its part here too"
-    played = {role: rights for role, rights in RIGHTS.items() if role != "gateway"}
+    both = {*RIGHTS["agent"].scripts.split(), *RIGHTS["trainer"].scripts.split()}
+    assert both.issuperset(RIGHTS["inference"].scripts.split()), "else play its part here too"
+    played = {role: rights for role, rights in RIGHTS.items() if role not in ("gateway", "inference")}
     wanted = {(role, script) for role, rights in played.items() for script in rights.scripts.split()}
     assert not called - wanted, f"RIGHTS lack what was called: {sorted(called - wanted)}"
     assert not wanted - called, f"call these here, or take them off RIGHTS: {sorted(wanted - called)}"

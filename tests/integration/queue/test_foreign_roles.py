@@ -23,27 +23,33 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
 # What is tried → command, and the roles whose work it is.
 WORK: dict[str, tuple[tuple[str, ...], set[str]]] = {
-    "make a run": (("HSET", key_of("runs"), "x", "1"), {"trainer", "operator"}),
+    "make a run": (("HSET", key_of("runs"), "x", "1"), {"trainer", "inference", "operator"}),
     "give a lease": (("HSET", key_of("r1.0:leases"), "w", "1 1 0"), {"controller", "operator"}),
     "lead": (("SET", key_of("leader"), "me 1 1"), {"controller", "operator"}),
     "lend": (("HSET", key_of("lends"), "*", "on"), {"api-control", "operator"}),
-    "move the head": (("HSET", key_of("r1.w:head"), "version", "9"), {"trainer", "operator"}),
-    "write weights": (("SET", key_of("r1.w:chunk:0:keyframe.1:0"), "x"), {"trainer", "operator"}),
-    "write a manifest": (("HSET", key_of("r1.w:manifests"), "0:keyframe", "x"), {"trainer", "operator"}),
-    "publish a collective": (("SET", key_of("r1.w:offer"), "x"), {"trainer", "operator"}),
-    "read where weights are served": (("HGET", key_of("r1.w:addresses"), "w"), {"trainer", "worker", "operator"}),
+    "move the head": (("HSET", key_of("r1.w:head"), "version", "9"), {"trainer", "inference", "operator"}),
+    "write weights": (("SET", key_of("r1.w:chunk:0:keyframe.1:0"), "x"), {"trainer", "inference", "operator"}),
+    "write a manifest": (("HSET", key_of("r1.w:manifests"), "0:keyframe", "x"), {"trainer", "inference", "operator"}),
+    "publish a collective": (("SET", key_of("r1.w:offer"), "x"), {"trainer", "inference", "operator"}),
+    "read where weights are served": (
+        ("HGET", key_of("r1.w:addresses"), "w"),
+        {"trainer", "inference", "worker", "operator"},
+    ),
     "hand in a rollout": (
         ("HSET", key_of("r1.0:rollouts:g"), "g.0", "x"),
-        {"trainer", "agent", "gateway", "reward", "operator"},
+        {"trainer", "inference", "agent", "gateway", "reward", "operator"},
     ),
-    "read a rollout": (("HGETALL", key_of("r1.0:rollouts:g")), {"trainer", "agent", "gateway", "reward", "operator"}),
+    "read a rollout": (
+        ("HGETALL", key_of("r1.0:rollouts:g")),
+        {"trainer", "inference", "agent", "gateway", "reward", "operator"},
+    ),
     "read a task": (
         ("HGET", key_of("r1.0:trajectory:job"), "g.0"),
-        {"trainer", "agent", "gateway", "reward", "operator"},
+        {"trainer", "inference", "agent", "gateway", "reward", "operator"},
     ),
     "read a prompt": (
         ("HGET", key_of("r1.0:turn:job"), "g.0.0"),
-        {"trainer", "agent", "gateway", "worker", "reward", "operator"},
+        {"trainer", "inference", "agent", "gateway", "worker", "reward", "operator"},
     ),
     "put a job on rq's queue": (("RPUSH", f"rq:queue:{QUEUE_NAME}", "x"), {"agent", "gateway", "reward"}),
     "write another program's key": (("SET", "session:1", "x"), set()),

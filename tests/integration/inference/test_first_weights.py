@@ -1,0 +1,41 @@
+"""What a run of requests answers with before anybody has published: its model's own weights, where they lie here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollfab.deploy.roles.inference import publish_first
+from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.ports.inference import INFERENCE
+from rollfab.trainer.aio import AsyncRun
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
+
+
+async def test_a_model_s_own_weights_are_version_0_and_are_published_once(url: str, tmp_path: Path) -> None:
+    from rollfab.workers.engines.transformers.model import load_model
+
+    # Given a run of a model that lies in a directory, and one of a preset
+    model = load_model("tiny", "float32", "cpu")
+    model.save_pretrained(tmp_path)
+    async with await RedisFabric.open(url, client_name="test") as ports:
+        for name, where, head in (("own", str(tmp_path), 0), ("preset", "tiny", -1)):
+            config = await ports.board.create_run(RunConfig(run_id=name, model=where, environment=INFERENCE))
+            run = AsyncRun(ports, config)
+            # When a gateway starts, twice
+            await publish_first(run)
+            await publish_first(run)
+            # Then the first has them, and the second, which has none, waits for its trainer
+            assert await run.head_version() == head
+            await run.close()
+        weights = await AsyncRun(ports, RunConfig(run_id="own", model=str(tmp_path), environment=INFERENCE)).weights()
+        expected = dict(model.named_parameters())
+        assert {name: each.shape for name, each in weights.items()} == {
+            name: tuple(each.shape) for name, each in expected.items()
+        }
+        assert all(np.array_equal(each, expected[name].detach().numpy()) for name, each in weights.items())

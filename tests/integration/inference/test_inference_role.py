@@ -1,0 +1,257 @@
+"""`rollfab gateway --inference` from outside: requests of trainers, made by workers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.bench.lively import lively_weights
+from tests.support.processes.fabric_processes import Processes, processes
+from tests.support.processes.inference_process import RUN, InferenceProcess, running_inference
+from tests.support.tokenizer_files import byte_level, save
+from tests.support.until import until
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
+
+GENERATE = "/inference/v1/generate"
+PROMPT = [5, 6, 7]
+ROOT = Path(__file__).parents[3]
+CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
+TRAIN_CLIENT = ROOT / "tests" / "support" / "clients" / "train_client.py"
+VERSIONS = 6  # published while requests are pinned
+REQUESTS = 300
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceProcess]:
+    directory = tmp_path_factory.mktemp("inference")
+    with processes(directory) as fabric:
+        fabric.start("controller", "controller", "--name", "controller")
+        fabric.start("dedicated", "worker")
+        with running_inference(fabric, directory) as fleet:
+            fabric.wait_for_role("controller", "dedicated", timeout_s=150.0)
+            fleet.save("0", lively_weights())
+            fleet.post("/update_weights_from_disk", {"model_path": "0", "weight_version": "0"})
+            yield fleet
+
+
+def ask(*prompt: int, length: int = 12, **more: Any) -> dict[str, Any]:
+    return {"token_ids": list(prompt), "sampling_params": {"temperature": 0.0, "max_tokens": length}, **more}
+
+
+def ask_long(*prompt: int) -> dict[str, Any]:
+    sampling = {"temperature": 0.0, "max_tokens": 450, "ignore_eos": True}
+    return {"token_ids": list(prompt), "sampling_params": sampling}
+
+
+def test_the_routes_of_all_dialects_make_the_same_tokens(fleet: InferenceProcess) -> None:
+    sampling = {"temperature": 0.0, "max_tokens": 12, "logprobs": 1}
+    generated = fleet.post(GENERATE, {"token_ids": PROMPT, "sampling_params": sampling})["choices"][0]
+    body = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 12, "logprobs": 0, "return_token_ids": True}
+    completed = fleet.post("/v1/completions", body)["choices"][0]
+    greedy = {"temperature": 0, "max_new_tokens": 12}
+    entry = fleet.post("/generate", {"input_ids": PROMPT, "sampling_params": greedy, "return_logprob": True})
+
+    ids = generated["token_ids"]
+    assert len(ids) > 5
+    assert ids == completed["token_ids"] == entry["output_ids"]
+    logprobs = [each["logprob"] for each in generated["logprobs"]["content"]]
+    told = [each[0] for each in entry["meta_info"]["output_token_logprobs"]]
+    assert np.allclose(logprobs, completed["logprobs"]["token_logprobs"], atol=1e-5)
+    assert np.allclose(logprobs, told, atol=1e-5)
+    assert completed["text"] == entry["text"] != ""
+    # And a seed makes the same again, and others beside it
+    drawn = {"temperature": 1.0, "max_tokens": 8, "seed": 11, "n": 3}
+    first, again = (fleet.post(GENERATE, {"token_ids": PROMPT, "sampling_params": drawn}) for _ in range(2))
+    answers = [tuple(choice["token_ids"]) for choice in first["choices"]]
+    assert answers == [tuple(choice["token_ids"]) for choice in again["choices"]]
+    assert len(set(answers)) == 3
+
+
+@pytest.mark.slow
+def test_the_unmodified_train_client_of_verifiers_gets_its_tokens(fleet: InferenceProcess, tmp_path: Path) -> None:
+    # Given verifiers in an environment of its own: `make .venv-clients/.done`
+    assert CLIENTS_PYTHON.exists(), "make .venv-clients/.done"
+    save(byte_level(), tmp_path)
+    words = [str(CLIENTS_PYTHON), str(TRAIN_CLIENT), f"{fleet.url}/v1", str(tmp_path)]
+    place = {"TRAINER_KEY": fleet.key, "PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    said = subprocess.run(words, env=place, capture_output=True, text=True, timeout=150, check=False)
+    assert said.returncode == 0, said.stderr
+    # Then both turns of its conversation have what the same prompts get here, log-probabilities among it
+    turns = json.loads(said.stdout.splitlines()[-1])
+    for prompt, completion, logprobs, _, _ in turns:
+        sampling = {"temperature": 0.0, "max_tokens": 20, "logprobs": 0}
+        choice = fleet.post(GENERATE, {"token_ids": prompt, "sampling_params": sampling})["choices"][0]
+        assert completion == choice["token_ids"] != []
+        assert np.allclose(logprobs, [each["logprob"] for each in choice["logprobs"]["content"]], atol=1e-5)
+    assert len(turns[1][0]) > len(turns[0][0])
+
+
+@pytest.mark.fault
+def test_requests_survive_the_loss_of_their_worker_while_another_joins(fleet: InferenceProcess) -> None:
+    # Given what greedy requests get undisturbed
+    fabric, bodies = fleet.fabric, [ask(5, 6, 7 + index, length=300, model="any") for index in range(8)]
+
+    async def all_at_once() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=fleet.url, headers=fleet.http.headers, timeout=120.0) as http:
+            return await asyncio.gather(*(http.post(GENERATE, json=body) for body in bodies))
+
+    calm = asyncio.run(all_at_once())
+
+    # When their worker is killed in the middle, twice, and another one is added meanwhile
+    async def killing() -> list[httpx.Response]:
+        asking = asyncio.create_task(all_at_once())
+        for _ in range(2):
+            await asyncio.to_thread(fabric.until, lambda: _claimed(fabric) > 0, 60.0, "a worker has a turn in hand")
+            os.kill(fabric.supervisor.children["dedicated"].pid or 0, signal.SIGKILL)
+            if "second" not in fabric.supervisor.children:
+                fabric.start("second", "worker")
+        await asyncio.to_thread(fabric.until, asking.done, 120.0, "all requests are answered")
+        return await asking
+
+    # Then no request has failed, and each has the same tokens
+    killed = asyncio.run(killing())
+    assert [each.status_code for each in killed] == [200] * len(bodies)
+    assert _tokens(killed) == _tokens(calm)
+    counters = fabric.ask(lambda ports: ports.board.run_status(RUN)).counters
+    assert counters.get("turns_resumed", 0) > 0, "some went on with the tokens that they had"
+
+
+def _claimed(fabric: Processes) -> int:
+    return fabric.ask(lambda ports: ports.board.run_status(RUN)).turns.get("claimed", 0)
+
+
+def _tokens(responses: list[httpx.Response]) -> list[list[int]]:
+    return [each.json()["choices"][0]["token_ids"] for each in responses]
+
+
+def test_no_answer_is_of_a_version_that_its_pin_does_not_admit(fleet: InferenceProcess) -> None:
+    # Given versions whose greedy answers differ, and requests with every sort of pin while these are published
+    fleet.fabric.wait_for_role("dedicated")
+    dice = random.Random(7)
+    weights = lively_weights()
+    first = int(fleet.get("/weight_info")["weight_version"])
+    versions = range(first + 1, first + 1 + VERSIONS)
+    for version in versions:
+        noise = np.random.default_rng(version)
+        made = {name: each + noise.normal(0, 0.5, each.shape).astype(np.float32) for name, each in weights.items()}
+        fleet.save(str(version), made)
+
+    answers: list[tuple[dict[str, int], httpx.Response]] = []
+    heads = [first]
+
+    async def ask_pinned(http: httpx.AsyncClient) -> None:
+        while len(answers) < REQUESTS:
+            head = heads[-1]
+            pin = dice.choice([{}, {"min_version": head}, {"exact_version": head}, {"min_version": head + 1}])
+            answers.append((pin, await http.post(GENERATE, json=ask(*PROMPT, length=6, weight_version=pin))))
+            await asyncio.sleep(0.01)
+
+    async def publish(http: httpx.AsyncClient) -> None:
+        for place, version in enumerate(versions, 1):
+            await until(lambda place=place: len(answers) >= place * REQUESTS / (VERSIONS + 1))
+            body = {"model_path": str(version), "weight_version": str(version)}
+            response = await http.post("/update_weights_from_disk", json=body)
+            assert response.json()["weight_version"] == str(version), response.text
+            heads.append(version)
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=fleet.url, headers=fleet.http.headers, timeout=120.0) as http:
+            await asyncio.gather(publish(http), *(ask_pinned(http) for _ in range(10)))
+
+    asyncio.run(main())
+
+    # Then each is answered within its pin, or told to ask again
+    by_version: dict[int, set[tuple[int, ...]]] = {}
+    for pin, response in answers:
+        if response.status_code == 409:
+            assert pin and response.headers["retry-after"] == "1"
+            continue
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        (choice,) = answer["choices"]
+        spans = [int(each["version"]) for each in choice["weight_versions"]]
+        assert (answer["weight_version_start"], answer["weight_version_end"]) == (min(spans), max(spans))
+        assert min(spans) >= pin.get("min_version", 0)
+        assert set(spans) <= {pin.get("exact_version", version) for version in spans}
+        if len(set(spans)) == 1:
+            by_version.setdefault(spans[0], set()).add(tuple(choice["token_ids"]))
+    # And what says that it is of a version has the tokens of that version, which no other has
+    assert len(by_version) >= 3
+    assert all(len(tokens) == 1 for tokens in by_version.values()), by_version
+    assert len({tokens for each in by_version.values() for tokens in each}) == len(by_version)
+    assert sum(response.status_code == 200 for _, response in answers) > REQUESTS / 3
+    # And the head never goes back
+    old = fleet.http.post("/update_weights_from_disk", json={"model_path": str(first), "weight_version": str(first)})
+    assert old.status_code == 400 and "not newer" in old.text
+
+
+def test_a_client_that_leaves_frees_its_slot(fleet: InferenceProcess) -> None:
+    # Given a long request under way
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{fleet.url}{GENERATE}", json=ask_long(9), headers=fleet.http.headers, timeout=0.5)
+    # When its client has gone: then nobody makes it any more
+    fleet.fabric.until(lambda: _claimed(fleet.fabric) == 0, 20.0, "the turn was cancelled")
+    fleet.fabric.until(lambda: fleet.get("/server_info")["active_requests"] == 0, 5.0, "it is forgotten here, too")
+
+
+def test_a_pause_holds_requests_back_and_gives_up_those_under_way_if_asked_to(fleet: InferenceProcess) -> None:
+    async def main() -> tuple[httpx.Response, httpx.Response]:
+        async with httpx.AsyncClient(base_url=fleet.url, headers=fleet.http.headers, timeout=60.0) as http:
+            long = asyncio.create_task(http.post(GENERATE, json=ask_long(8)))
+            await until(lambda: _is_asked(http))
+            assert (await http.post("/pause", params={"mode": "abort"})).status_code == 200
+            assert (await http.get("/is_paused")).json() == {"is_paused": True}
+            held = asyncio.create_task(http.post(GENERATE, json=ask(*PROMPT)))
+            done, _ = await asyncio.wait((held,), timeout=0.5)
+            assert not done
+            await http.post("/resume")
+            return await long, await held
+
+    long, held = asyncio.run(main())
+    (given_up,) = long.json()["choices"]
+    assert (given_up["finish_reason"], given_up["token_ids"]) == ("abort", [])
+    assert held.json()["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+async def _is_asked(http: httpx.AsyncClient) -> bool:
+    return bool((await http.get("/server_info")).json()["active_requests"])
+
+
+def test_weights_from_elsewhere_are_refused(fleet: InferenceProcess) -> None:
+    for path, why in (("/etc", "--weights directory"), ("../x", "--weights directory"), ("none", "is not there")):
+        response = fleet.http.post("/update_weights_from_disk", json={"model_path": path})
+        assert response.status_code == 400 and why in response.json()["error"]["message"], response.text
+
+
+def test_carriers_are_used_up_replaced_and_seen_by_no_consumer(fleet: InferenceProcess) -> None:
+    fabric, run = fleet.fabric, fleet.fabric.fabric.run(RUN)
+    # When sessions and the rest ask, and the gateway is killed in between
+    for session in ("a", "b", "a", ""):
+        fleet.post(GENERATE, ask(*PROMPT), headers={"x-session-id": session} if session else {})
+    held = fabric.ask(lambda ports: ports.board.run_status(RUN)).depth
+    assert held >= 3
+    os.kill(fabric.supervisor.children["inference"].pid or 0, signal.SIGKILL)
+    fabric.until(lambda: not fleet.answers(), 10.0, "it is gone")
+    fabric.until(fleet.answers, 60.0, "it is back")
+
+    # Then the next one takes no carrier that was used, but cleans it up, and nothing has come to the run's consumers
+    def has_cleaned_up() -> bool:
+        fleet.post(GENERATE, ask(*PROMPT), headers={"x-session-id": os.urandom(4).hex()})
+        run_status = fabric.ask(lambda ports: ports.board.run_status(RUN))
+        return int(run_status.counters.get("groups_cancelled", 0)) >= held
+
+    fabric.until(has_cleaned_up, 30.0, "what the killed one left is cancelled")
+    assert list(run.groups(timeout=0.3)) == []

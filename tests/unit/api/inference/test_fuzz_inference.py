@@ -1,0 +1,103 @@
+"""Whatever is sent to an engine's routes, they answer with a status of the protocol's: never with a 500."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollfab.api.gateway.config import GatewayConfig
+from rollfab.api.inference.app import make_inference
+from tests.fuzz.damage import damaged
+from tests.support.fake_inference import FakeInference
+
+KEY = "a-key-for-the-trainer"
+few = settings(suppress_health_check=[HealthCheck.too_slow])
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+PIN = {"min_version": 1, "exact_version": 3}
+VLLM = {
+    "n": 2,
+    "temperature": 0.5,
+    "max_tokens": 4,
+    "stop": ["x"],
+    "stop_token_ids": [3],
+    "logprobs": 2,
+    "ignore_eos": True,
+    "logit_bias": {"1": 1},
+    "structured_outputs": {"json": {"type": "object"}},
+    "min_tokens": 1,
+}
+SGLANG = {"n": 2, "max_new_tokens": 4, "stop": "x", "stop_token_ids": [3], "sampling_seed": 1, "regex": "a"}
+WHOLE: dict[str, dict[str, Any]] = {  # requests that are fine, with a value of most fields that are taken
+    "inference/v1/generate": {"token_ids": [1, 2], "sampling_params": VLLM, "request_id": "r", "weight_version": PIN},
+    "v1/completions": {"prompt": [1, 2], **VLLM, "return_token_ids": True, "weight_version": PIN},
+    "generate": {
+        "input_ids": [[1], [2]],
+        "rid": ["a", "b"],
+        "sampling_params": SGLANG,
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "weight_version": PIN,
+    },
+    "pause_generation": {"mode": "abort"},
+    "abort_requests": {"request_ids": ["a"]},
+    "abort_request": {"rid": "a", "abort_all": False},
+    "update_weights": {"weight_dir": "/w", "weight_version": 3},
+    "update_weights_from_disk": {"model_path": "/w", "weight_version": "weight_v000003", "flush_cache": True},
+}
+
+
+def post(path: str, content: bytes) -> httpx.Response:
+    async def send() -> httpx.Response:
+        app = make_inference(FakeInference(), GatewayConfig(creator_keys=(KEY,)))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            return await http.post(path, content=content, headers={"authorization": f"Bearer {KEY}"})
+
+    return asyncio.run(send())
+
+
+def check(answer: httpx.Response) -> None:
+    assert answer.status_code == 200 or 400 <= answer.status_code < 500, (answer.status_code, answer.text)
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def spots(value: Any) -> list[tuple[Any, Any]]:
+    """Every place in a JSON value: what holds it, and under which key or index."""
+    if not isinstance(value, dict | list):
+        return []
+    here = [(value, key) for key in (value if isinstance(value, dict) else range(len(value)))]
+    return here + [each for holder, key in here for each in spots(holder[key])]
+
+
+@pytest.mark.parametrize("path", WHOLE)
+def test_a_whole_request_is_answered(path: str) -> None:
+    answer = post(path, json.dumps(WHOLE[path]).encode())
+    assert answer.status_code == 200, answer.text
+
+
+@few
+@given(data=st.data(), path=st.sampled_from(sorted(WHOLE)))
+def test_a_request_with_anything_in_one_place_is_answered(data: st.DataObject, path: str) -> None:
+    body = copy.deepcopy(WHOLE[path])
+    holder, key = data.draw(st.sampled_from(spots(body)))
+    holder[key] = data.draw(json_values)
+    check(post(path, json.dumps(body).encode("utf-8", "surrogatepass")))
+
+
+@few
+@given(data=st.data(), path=st.sampled_from(sorted(WHOLE)))
+def test_a_damaged_request_is_answered(data: st.DataObject, path: str) -> None:
+    bodies = (json.dumps(WHOLE[path]).encode(), b"[" * 5000, b'{"token_ids": ' + b'{"a":' * 1000, b"null", b'"\xff"')
+    check(post(path, data.draw(damaged(bodies))))
