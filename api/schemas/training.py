@@ -219,7 +219,7 @@ class PublishRequest(Request):
     version: Annotated[int, Field(ge=0, lt=1 << 53)]
     """Newer than the head."""
     directory: str | None = None
-    """Below the directory that the api was started with (--checkpoints); null: what was uploaded for this version."""
+    """Below the directory that the api was started with (--weights); null: what was uploaded for this version."""
     keyframe: bool = False
     """Put a keyframe beside the delta."""
 

@@ -33,7 +33,7 @@ from ..schemas.training import (
     Uploaded,
 )
 from .ports import Run, Runs
-from .uploads import Checkpoints
+from .uploads import WeightFiles
 
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "No such run"}}
 FULL: dict[int | str, dict[str, Any]] = {429: {"model": Problem, "description": "The run is full"}}
@@ -46,13 +46,13 @@ ACKNOWLEDGED_S = 0.2  # how often it looks whether groups were acknowledged, whe
 PIECE = {"requestBody": {"required": True, "content": {"application/octet-stream": {}}}}
 
 
-def router(runs: Runs, checkpoints: Checkpoints) -> APIRouter:
+def router(runs: Runs, files: WeightFiles) -> APIRouter:
     """Make the routes."""
     routes = APIRouter(prefix="/v1/runs/{run_id}", tags=["train"], responses=UNKNOWN)
     _add_runs(routes, runs)
     _add_groups(routes, runs)
     _add_receipts(routes, runs)
-    _add_weights(routes, runs, checkpoints)
+    _add_weights(routes, runs, files)
     return routes
 
 
@@ -146,7 +146,7 @@ def _add_receipts(routes: APIRouter, runs: Runs) -> None:
         return await answer(run_id, body.receipts, do)
 
 
-def _add_weights(routes: APIRouter, runs: Runs, checkpoints: Checkpoints) -> None:
+def _add_weights(routes: APIRouter, runs: Runs, files: WeightFiles) -> None:
     @routes.put("/uploads/{version}/{file}", openapi_extra=PIECE)
     async def upload(
         run_id: str,
@@ -158,26 +158,24 @@ def _add_weights(routes: APIRouter, runs: Runs, checkpoints: Checkpoints) -> Non
         """Send a piece of a safetensors file, of at most 8 MiB, that begins at `offset`. Publish the version then."""
         data = await request.body()  # bounded, as every body here
         async with _using(runs, run_id):
-            size = await asyncio.to_thread(checkpoints.add, run_id, version, file, offset, data)
+            size = await asyncio.to_thread(files.add, run_id, version, file, offset, data)
         return Uploaded(size_bytes=size)
 
     @routes.get("/uploads/{version}/{file}")
     async def uploaded(run_id: str, version: int, file: str) -> Uploaded:
         """Tell how many bytes of a file are here, to go on from there."""
         check_name("run", run_id)
-        return Uploaded(size_bytes=await asyncio.to_thread(checkpoints.size, run_id, version, file))
+        return Uploaded(size_bytes=await asyncio.to_thread(files.size, run_id, version, file))
 
     @routes.post("/versions", responses=CONFLICT)
     async def publish(run_id: str, body: PublishRequest) -> Published:
         """Publish weights: a keyframe first, deltas later, bit-exact. Workers follow while they generate."""
         async with _using(runs, run_id) as run:
-            if body.directory is None:
-                path = checkpoints.uploaded(run_id, body.version)
-            else:
-                path = checkpoints.find(body.directory)
+            named = body.directory
+            path = files.uploaded(run_id, body.version) if named is None else files.find(named)
             report = await run.publish(path, version=body.version, keyframe=body.keyframe)
         if body.directory is None:
-            await asyncio.to_thread(checkpoints.forget, run_id, body.version)
+            await asyncio.to_thread(files.forget, run_id, body.version)
         return Published(**asdict(report))
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from ...fabric.contract.errors import ConfigError, InputError
 from ...fabric.contract.limits import MIB
+from ...fabric.host.directories import place_in
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.(safetensors|json)")
 ROOM_BYTES = 1024 * MIB
 UPLOADS = "uploads"
 
 
-class Checkpoints:
+class WeightFiles:
     """The directory. root: None: there is none, and everything is refused."""
 
     def __init__(self, root: Path | None) -> None:
@@ -32,14 +33,7 @@ class Checkpoints:
         Raises:
             InputError: it is not there, or lies elsewhere.
         """
-        root = self._rooted()
-        path = (root / directory).resolve()
-        if not path.is_relative_to(root) or not path.exists():
-            raise InputError(
-                f"there is nothing to publish at {directory!r} below {root}: name a directory of safetensors files",
-                name="directory",
-            )
-        return path
+        return place_in(self._rooted(), directory, "--weights")
 
     def uploaded(self, run_id: str, version: int) -> Path:
         """Return the directory of the files that were uploaded for a version. Raises InputError: there are none."""
@@ -83,7 +77,7 @@ class Checkpoints:
 
     def _rooted(self) -> Path:
         if self._root is None:
-            raise ConfigError("this api takes no weights: start it with --checkpoints DIRECTORY, where they may lie")
+            raise ConfigError("this api takes no weights: start it with --weights DIRECTORY, where they may lie")
         return self._root
 
     def _place(self, run_id: str, version: int) -> Path:

@@ -116,8 +116,8 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
     supervisor.add("reward", ["reward", *allowed], environment=place)
     keys = f"{os.environ.get(CONTROL_KEYS, '')} {hash_key(options.api_key) if options.api_key else ''}".strip()
     door = {CONTROL_KEYS: keys} if keys else {}
-    checkpoints = make_directory(Path(options.data) / "checkpoints", "--data")
-    words = ["api", "--port", str(options.port), "--train", "--checkpoints", str(checkpoints)]
+    weights = make_directory(Path(options.data) / "weights", "--data")
+    words = ["api", "--port", str(options.port), "--train", "--weights", str(weights)]
     supervisor.add("api", words, environment=place | door)
 
 

@@ -16,6 +16,7 @@ from ...api.inference.app import serve_inference
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, RunUnknown
 from ...fabric.contract.records import RunConfig
+from ...fabric.host.directories import place_in
 from ...fabric.model.presets import context_of, find_model
 from ...fabric.opened import RedisFabric
 from ...fabric.ports.inference import INFERENCE
@@ -117,7 +118,8 @@ async def _publish(run: AsyncRun, directory: str | None, path: str, version: int
     """Publish what lies at a path in the directory that weights may come from; return its version.
 
     Raises:
-        ConfigError: it lies elsewhere, or there is no such directory.
+        ConfigError: there is no such directory.
+        InputError: it lies elsewhere, or is not there.
     """
     place = await asyncio.to_thread(_place, directory, path)
     wanted = await run.head_version() + 1 if version is None else version
@@ -130,19 +132,7 @@ def _place(directory: str | None, path: str) -> Path:
             "no weights are taken by path here: start the gateway with --weights DIRECTORY, in which the trainer saves "
             "them; or publish from Python, by rollfab's run.publish"
         )
-    try:
-        root = Path(directory).expanduser().resolve()
-        place = (root / path).resolve()
-        is_inside, is_there = place.is_relative_to(root), place.exists()
-    except (OSError, ValueError, RuntimeError):  # a name that no path can have
-        is_inside, is_there = True, False
-    if not is_inside:
-        raise ConfigError(
-            f"{path!r:.200} is not in the gateway's --weights directory, from which alone weights are taken"
-        )
-    if not is_there:
-        raise ConfigError(f"{path!r:.200} is not there on the gateway's machine: save the weights first")
-    return place
+    return place_in(Path(directory), path, "--weights")
 
 
 def _say(run: RunConfig, url: str) -> None:

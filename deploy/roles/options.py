@@ -194,7 +194,7 @@ class ApiOptions(RoleOptions):
         "Serve trainers too, in any language: tasks in, groups out, weights in. Its broker user is a trainer's then.",
         key="train",
     )
-    checkpoints: str | None = option(
+    weights: str | None = option(
         None, "Directory of weights that trainers may publish, and where they may upload some.", metavar="DIRECTORY"
     )
     read_keys: tuple[str, ...] = option(
@@ -231,10 +231,10 @@ class ApiOptions(RoleOptions):
         """Refuse what does not go together, in the api's settings and the keys of its file, too."""
         super().check()
         check_config(self.config())
-        if self.checkpoints is not None and not self.trains:
-            raise ConfigError("--checkpoints is for trainers: give --train with it")
-        if self.checkpoints is not None and not Path(self.checkpoints).is_dir():
-            raise ConfigError(f"--checkpoints {self.checkpoints} is no directory: make it first")
+        if self.weights is not None and not self.trains:
+            raise ConfigError("--weights is for trainers: give --train with it")
+        if self.weights is not None and not Path(self.weights).is_dir():
+            raise ConfigError(f"--weights {self.weights} is no directory: make it first")
 
 
 @dataclass(frozen=True, kw_only=True)

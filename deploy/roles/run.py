@@ -450,11 +450,11 @@ def run_api(options: ApiOptions) -> None:
     from ...api.server import serve as serve_http
     from ...api.training.ports import Runs
     from ...api.training.routes import router
-    from ...api.training.uploads import Checkpoints
+    from ...api.training.uploads import WeightFiles
     from ...trainer.aio import AsyncFabric
 
     config = check_config(options.config())
-    checkpoints = Checkpoints(None if options.checkpoints is None else Path(options.checkpoints))
+    weights = WeightFiles(None if options.weights is None else Path(options.weights))
 
     async def serve(stop: asyncio.Event) -> None:
         worker_id = options.worker_id("api")
@@ -467,7 +467,7 @@ def run_api(options: ApiOptions) -> None:
             if options.trains:
                 own = await RedisFabric.open(options.url, client_name=worker_id)  # whose calls wait, as a trainer's do
                 trainer = await stack.enter_async_context(AsyncFabric(own, options.url))
-                training = router(Runs(trainer), checkpoints)
+                training = router(Runs(trainer), weights)
             await serve_http(ports, config, stop, training=training)
 
     hide()

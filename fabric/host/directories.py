@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from ..contract.errors import ConfigError
+from ..contract.errors import ConfigError, InputError
 
 
 def make_directory(path: Path, option: str) -> Path:
@@ -24,6 +24,25 @@ def make_directory(path: Path, option: str) -> Path:
             option=option,
         ) from error
     return path
+
+
+def place_in(root: Path, name: str, option: str) -> Path:
+    """Find what lies at a path below the directory that `option` gave; no link and no ".." leads out of it.
+
+    Raises:
+        InputError: it lies elsewhere, is not there, or has a name that no path can have.
+    """
+    try:
+        whole = root.expanduser().resolve()
+        place = (whole / name).resolve()
+        is_inside, is_there = place.is_relative_to(whole), place.exists()
+    except (OSError, ValueError, RuntimeError):  # a name that no path can have
+        is_inside, is_there = True, False
+    if not is_inside:
+        raise InputError(f"{name!r:.200} is not in the {option} directory, and nothing else is read", name="directory")
+    if not is_there:
+        raise InputError(f"{name!r:.200} is not there in the {option} directory: write it first", name="directory")
+    return place
 
 
 def owner_only(path: str, flags: int) -> int:

@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(180)]
 def test_the_trainer_in_curl_publishes_submits_and_consumes(tmp_path: Path) -> None:
     # Given a fabric, and an api that serves trainers
     save_file(dict(tiny_weights()), tmp_path / "model.safetensors")
-    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "weights").mkdir()
     keys, port = tmp_path / "api.keys", free_port()
     key = add_key(keys, "trainer", "control")
     with processes(tmp_path) as fabric:
         fabric.start_roles()
-        words = ("--port", str(port), "--keys", str(keys), "--train", "--checkpoints", str(tmp_path / "checkpoints"))
+        words = ("--port", str(port), "--keys", str(keys), "--train", "--weights", str(tmp_path / "weights"))
         fabric.start("api", "api", *words)
         fabric.until(lambda: answers(port), 30.0, "the api answers")
         # When the example runs

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from rollfab.api.schemas.training import Received, ReceivedGroup
 from rollfab.api.training.ports import Runs
 from rollfab.api.training.routes import router
-from rollfab.api.training.uploads import Checkpoints
+from rollfab.api.training.uploads import WeightFiles
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.trainer.aio import AsyncFabric
@@ -32,7 +32,7 @@ async def api(url: str, tmp_path: Path) -> AsyncIterator[ApiWorld]:
     """An api that serves trainers, whose weights lie below tmp_path; its run r1 has an agent."""
     async with (
         AsyncFabric(await RedisFabric.open(url, client_name="api"), url) as trainer,
-        running_api(url, training=router(Runs(trainer), Checkpoints(tmp_path))) as world,
+        running_api(url, training=router(Runs(trainer), WeightFiles(tmp_path))) as world,
     ):
         await world.beat("agent-1", "agent", environments=["frozenlake"])
         yield world
@@ -185,10 +185,8 @@ async def test_weights_arrive_in_pieces_and_are_published_bit_by_bit(api: ApiWor
     assert (await post(api, "v1/runs/w/versions", version=1, directory="step-1"))["kind"] == "delta"
     assert (await post(api, "v1/runs/w/versions", 409, version=0, directory="step-1"))["error"] == "VersionConflict"
     (tmp_path / "out").symlink_to("/etc")
-    for name in ("..", "/etc", "out", "nowhere"):
-        assert (
-            "nothing to publish" in (await post(api, "v1/runs/w/versions", 422, version=2, directory=name))["message"]
-        )
+    for name, why in (("..", "is not in"), ("/etc", "is not in"), ("out", "is not in"), ("nowhere", "is not there")):
+        assert why in (await post(api, "v1/runs/w/versions", 422, version=2, directory=name))["message"]
     assert "no file was uploaded" in (await post(api, "v1/runs/w/versions", 422, version=2))["message"]
     for name in ("..%2Fx.safetensors", "x.py", ".safetensors"):
         assert (await api.http.put(f"v1/runs/w/uploads/2/{name}", content=b"x")).status_code in (404, 422)
@@ -197,11 +195,11 @@ async def test_weights_arrive_in_pieces_and_are_published_bit_by_bit(api: ApiWor
 async def test_an_api_without_a_directory_takes_no_weights_and_readers_consume_nothing(url: str) -> None:
     async with (
         AsyncFabric(await RedisFabric.open(url, client_name="api"), url) as trainer,
-        running_api(url, training=router(Runs(trainer), Checkpoints(None)), **KEYS) as api,
+        running_api(url, training=router(Runs(trainer), WeightFiles(None)), **KEYS) as api,
     ):
         reader, owner = ({"authorization": f"Bearer {key}"} for key in (*KEYS["read_keys"], *KEYS["control_keys"]))
         answer = await api.http.post(f"{R1}/versions", json={"version": 0}, headers=owner)
-        assert answer.status_code == 422 and "--checkpoints" in answer.text
+        assert answer.status_code == 422 and "--weights" in answer.text
         for path, body in (("groups", {"tasks": [{}]}), ("groups/receive", {}), ("groups/stream", {})):
             assert (await api.http.post(f"{R1}/{path}", json=body, headers=reader)).status_code == 403
             assert (await api.http.post(f"{R1}/{path}", json=body)).status_code == 401

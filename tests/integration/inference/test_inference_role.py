@@ -16,6 +16,8 @@ import httpx
 import numpy as np
 import pytest
 
+from rollfab.deploy.weights.export import export_delta
+from rollfab.fabric.inspect.disk_delta import Form
 from tests.bench.lively import lively_weights
 from tests.support.processes.fabric_processes import Processes, processes
 from tests.support.processes.inference_process import RUN, InferenceProcess, running_inference
@@ -234,6 +236,22 @@ def test_weights_from_elsewhere_are_refused(fleet: InferenceProcess) -> None:
     for path, why in (("/etc", "--weights directory"), ("../x", "--weights directory"), ("none", "is not there")):
         response = fleet.http.post("/update_weights_from_disk", json={"model_path": path})
         assert response.status_code == 400 and why in response.json()["error"]["message"], response.text
+
+
+def test_a_delta_that_slime_or_miles_would_write_is_published(fleet: InferenceProcess) -> None:
+    # Given the change to a version that another run has, as such a directory
+    fabric, head = fleet.fabric, int(fleet.get("/weight_info")["weight_version"])
+    run, other = fabric.fabric.run(RUN), fabric.fabric.run("other", model="tiny", environment="frozenlake")
+    changed = {name: array.copy() for name, array in run.weights().items()}
+    changed["model.norm.weight"][:3] += 1
+    other.publish(run.weights(), version=head)
+    other.publish(changed, version=head + 1)
+    form = Form(version=head + 1, base_version=head)
+    written = Path(fabric.ask(lambda ports: export_delta(ports.weights, "other", form, fleet.weights)).path)
+    # When it is named by SGLang's route; then the run has that version, bit by bit
+    fleet.post("/update_weights_from_disk", {"model_path": str(written), "weight_version": written.name})
+    held = run.weights(head + 1)
+    assert all(held[name].tobytes() == array.tobytes() for name, array in changed.items())
 
 
 def test_carriers_are_used_up_replaced_and_seen_by_no_consumer(fleet: InferenceProcess) -> None:

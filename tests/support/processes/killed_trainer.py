@@ -21,7 +21,6 @@ from typing import Any
 
 from docs.examples import checkpointed
 
-sys.modules["numba"] = None  # type: ignore[assignment]  # every life would load it, which takes longer than a life
 WHERE = {"main", "publish", "save"}  # whose lines count: what is lost with a kill elsewhere was never anywhere
 LINE_COUNT_MAX = 50  # of a life: one that gets as far makes some steps
 LIFE_S_MAX = 0.4
@@ -66,6 +65,7 @@ def live(directory: Path, line_count: int | None, life_s: float) -> bool:
 
 
 def main(seed: int, directory: Path) -> None:
+    sys.modules["numba"] = None  # type: ignore[assignment]  # every life would load it, which takes longer than a life
     random = Random(seed)
     for life in itertools.count(1):
         is_timed = random.random() < BY_TIME

@@ -18,7 +18,7 @@ from rollfab.api.schemas.base import shown
 from rollfab.api.schemas.training import all_requests
 from rollfab.api.training.ports import Runs
 from rollfab.api.training.routes import router
-from rollfab.api.training.uploads import Checkpoints
+from rollfab.api.training.uploads import WeightFiles
 from rollfab.fabric.contract.agreement import Agreement, AlarmRule, Figures, WorkerFigures
 from rollfab.fabric.contract.records import Lease, WorkerInfo
 from rollfab.fabric.ports.queue import BadRow
@@ -31,7 +31,7 @@ LEASE = Lease(worker_id="w1", run_id="r1", lease_epoch=7, slot_count=2, lease_un
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    training = router(Runs(StandInTrainer()), Checkpoints(None))
+    training = router(Runs(StandInTrainer()), WeightFiles(None))
     return make_app(StandInFabric(), ApiConfig(), training=training).openapi()
 
 
