@@ -1,7 +1,7 @@
 """Lives of a trainer, each ended by SIGKILL, until one comes to its end: `python killed_trainer.py SEED DIRECTORY`.
 
-The trainer is docs/examples/checkpointed.py. Most lives end just before some line of it, counted from their first;
-the others after some time, wherever they are then. It prints one line per life: where it ended.
+The trainer is docs/examples/checkpointed.py. A life ends just before some line of it, counted from its first; some end
+earlier, after some time, wherever they are then. It prints one line per life: where it ended.
 
 Each is a fork of this process, which has imported everything and connected to nothing: a life takes a tenth of a
 second.
@@ -46,20 +46,18 @@ def kill_at_line(count: int) -> Any:
     return on_call
 
 
-def live(directory: Path, line_count: int | None, life_s: float) -> bool:
-    """One life; whether it came to its end."""
+def live(directory: Path, line_count: int, life_s: float | None) -> bool:
+    """One life; whether it came to its end. life_s: where it ends earlier if it has not come to its line."""
     child = os.fork()
     if child == 0:
-        if line_count is not None:
-            sys.settrace(kill_at_line(line_count))
+        sys.settrace(kill_at_line(line_count))
         checkpointed.main(directory)
         os._exit(0)
-    if line_count is None:
+    if life_s is not None:
         time.sleep(life_s)
         os.kill(child, signal.SIGKILL)
+        print(f"over after {life_s:.2f} s", flush=True)
     _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status) and line_count is None:
-        print(f"killed after {life_s:.2f} s", flush=True)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the trainer failed"
     return os.WIFEXITED(status)
 
@@ -68,8 +66,8 @@ def main(seed: int, directory: Path) -> None:
     sys.modules["numba"] = None  # type: ignore[assignment]  # every life would load it, which takes longer than a life
     random = Random(seed)
     for life in itertools.count(1):
-        is_timed = random.random() < BY_TIME
-        if live(directory, None if is_timed else random.randint(1, LINE_COUNT_MAX), random.uniform(0.0, LIFE_S_MAX)):
+        life_s = random.uniform(0.0, LIFE_S_MAX) if random.random() < BY_TIME else None
+        if live(directory, random.randint(1, LINE_COUNT_MAX), life_s):
             print(f"done in life {life}", flush=True)
             return
 
