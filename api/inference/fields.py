@@ -11,11 +11,11 @@ import numpy as np
 from starlette.requests import Request
 
 from ...fabric.contract.errors import InputError
-from ...fabric.contract.limits import LOGPROB_COUNT_MAX, PROMPT_TOKENS_MAX
+from ...fabric.contract.limits import PROMPT_TOKENS_MAX
 from ...fabric.contract.records import Int32
 from ...fabric.contract.sampling import check_sampling, is_whole, shown
 from ...fabric.ports.inference import ANY, Pin
-from ..gateway.body import Body, take_count, take_sampling
+from ..gateway.body import Body, take_count, take_sampling, take_top
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-correlation-id")  # vLLM's routers', SGLang's, others'
 SESSION_LENGTH_MAX = 256
@@ -121,7 +121,7 @@ def take_vllm_sampling(body: Body, *, length_default: int = PROMPT_TOKENS_MAX) -
     sampling.setdefault("max_tokens", length_default)
     take_stop_ids(body, sampling)
     sampling |= _structured(body.take("structured_outputs"))
-    top_count = take_top_count(body, "logprobs", sampling)
+    top_count = take_top(body, "logprobs", sampling)
     ends_at_eos = not body.flag("ignore_eos")
     body.allow("min_tokens", 0, 1, advice="let the answer end where it ends")
     body.allow("bad_words", advice="give them a logit_bias")
@@ -138,18 +138,6 @@ def take_stop_ids(body: Body, sampling: dict[str, Any]) -> None:
     ids = body.take("stop_token_ids")
     if ids is not None:
         sampling |= check_sampling({"stop_ids": ids}, "the request")
-
-
-def take_top_count(body: Body, name: str, sampling: dict[str, Any]) -> int | None:
-    """Take how many of the likeliest tokens to tell beside each one, and ask for them; None: it is absent."""
-    count = body.take(name)
-    if count is None:
-        return None
-    if not is_whole(count) or not 0 <= count <= LOGPROB_COUNT_MAX:
-        raise InputError(f"the request: {name} is {shown(count)}, expected 0 to {LOGPROB_COUNT_MAX}", name=name)
-    if count:
-        sampling["logprobs"] = count
-    return int(count)
 
 
 def _structured(value: Any) -> dict[str, Any]:

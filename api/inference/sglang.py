@@ -12,8 +12,8 @@ from typing import Any
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.sampling import check_sampling
 from ...fabric.ports.inference import ABORT, Completions, Made, Prompt
-from ..gateway.body import COUNT_MAX, Body, take_count, take_sampling
-from .fields import NOTHING_BEHIND, take_pin, take_stop_ids, take_top_count, token_ids
+from ..gateway.body import COUNT_MAX, Body, take_count, take_sampling, take_top
+from .fields import NOTHING_BEHIND, take_pin, take_stop_ids, token_ids
 
 LENGTH_DEFAULT = 128  # of max_new_tokens, SGLang's
 INPUT_COUNT_MAX = 128  # of one request
@@ -31,7 +31,7 @@ class Asked:
 def read_generate(body: Body) -> Asked:
     """Read a request. Raises InputError."""
     sampling, count, ends_at_eos = _sampling(body.optional("sampling_params", dict) or {})
-    top_count = take_top_count(body, "top_logprobs_num", {})
+    top_count = take_top(body, "top_logprobs_num", {})
     if top_count:
         sampling["logprobs"] = top_count
     ids, rid, pin = body.take("input_ids"), body.take("rid"), take_pin(body)
