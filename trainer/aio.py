@@ -342,7 +342,10 @@ class AsyncRun:
             BrokerFull: the broker has no room for it. Nothing was published.
         """
         self._home.check()
-        named = given_of(named) if group is None else named  # a rank that fails here would leave others waiting
+        if isinstance(named, (str, os.PathLike)):
+            named = await asyncio.to_thread(given_of, named) if group is None else named  # a disk may hang
+        elif group is None:
+            named = given_of(named)  # with a group, a rank that fails here would leave others waiting
         await self._ledger.go_on()
         if self._publisher is None:
             self._publisher = Publisher(

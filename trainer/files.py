@@ -78,6 +78,8 @@ def read_groups(path: str | Path) -> Iterator[Group]:
 def check_new(path: Path) -> None:
     """Require that groups can be written to a file, before any is consumed. Raises as write_groups."""
     _check_kind(path)
+    if not path.parent.is_dir():
+        raise InputError(f"the directory of {path} is not there: make it first")
     if path.exists():
         raise InputError(f"{path} is there already: name another file, or move it away")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from .groups import Groups, Ledger, View
 from .waiting import Waiting
 
 HELD_COUNT_MAX = 1024  # groups in hand at once, of one run: a consumer that acknowledges none gets no more
+
+
+DONE_COUNT_MAX = 10_000
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class Receipts:
         self._ledger = ledger
         self._waiting = waiting
         self._held: dict[str, _Held] = {}
+        self._done: OrderedDict[str, None] = OrderedDict()  # acknowledged ones, for who lost the answer
 
     async def receive(self, consumer: str, wait_s: float, hold_s: float) -> tuple[str, dict[str, Any]] | str:
         """Wait for a group, for as long as `wait_s`.
@@ -67,9 +72,12 @@ class Receipts:
         return name, group_row(delivery.group)
 
     async def acknowledge(self, names: Sequence[str]) -> list[str]:
-        """Acknowledge groups; return the receipts that count. The others' groups came or come again."""
+        """Acknowledge groups; return the receipts that count, also when they are said again.
+
+        The others' groups come again, or came.
+        """
         found = [name for name in dict.fromkeys(names) if name in self._held]
-        counted = []
+        counted = [name for name in dict.fromkeys(names) if name in self._done]
         for name in found:
             held = self._held.pop(name)
             held.ends.cancel()
@@ -81,6 +89,9 @@ class Receipts:
                 raise
             if is_counted:
                 counted.append(name)
+                self._done[name] = None
+        while len(self._done) > DONE_COUNT_MAX:
+            self._done.popitem(last=False)
         return counted
 
     def renew(self, names: Sequence[str], hold_s: float) -> list[str]:

@@ -6,20 +6,24 @@ is 500; its text stays in the log.
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ...fabric.contract.errors import (
     BrokerError,
     ConfigError,
+    EngineUnsupported,
     FabricError,
     InputError,
+    LayoutMismatch,
     QueueFull,
     RunUnknown,
     VersionConflict,
@@ -32,11 +36,14 @@ STATUS: tuple[tuple[type[FabricError], int], ...] = (  # the first that fits cou
     (RunUnknown, 404),
     (VersionUnknown, 404),
     (VersionConflict, 409),
+    (LayoutMismatch, 422),
+    (EngineUnsupported, 422),
     (QueueFull, 429),
     (InputError, 422),
     (ConfigError, 422),
     (BrokerError, 503),
 )
+PROBLEM_COUNT_MAX, AT_LENGTH_MAX = 20, 200  # of one answer
 RETRY_AFTER_S = {429: "1", 503: "1"}
 
 
@@ -53,13 +60,19 @@ class Refused(Exception):
 
 def problem(status: int, error: str, message: str, facts: dict[str, Any] | None = None) -> Response:
     """Make an error answer. Facts that JSON has no word for become text."""
-    body = to_json({"error": error, "message": message, "facts": facts or {}}, serialize_unknown=True)
+    plain = {"error": error, "message": message, "facts": facts or {}}
+    try:
+        body = to_json(plain, serialize_unknown=True)
+    except PydanticSerializationError:  # half a character, which was sent so
+        body = json.dumps(plain, default=str).encode()
     headers = {"retry-after": RETRY_AFTER_S[status]} if status in RETRY_AFTER_S else None
     return Response(body, status, headers, "application/json")
 
 
 def status_of(error: FabricError) -> int:
     """Return the HTTP status that says the same as a fabric error."""
+    if isinstance(error, QueueFull) and error.facts.get("need", 0) > error.facts.get("limit", math.inf):
+        return 422  # it would never fit
     return next((status for kind, status in STATUS if isinstance(error, kind)), 500)
 
 
@@ -87,9 +100,14 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = [{"at": ".".join(map(str, each["loc"])), "message": each["msg"]} for each in error.errors()]
+    all_of_them = error.errors()
+    found = [
+        {"at": ".".join(map(str, each["loc"]))[:AT_LENGTH_MAX], "message": each["msg"]}
+        for each in all_of_them[:PROBLEM_COUNT_MAX]
+    ]
     text = "; ".join(f"{each['at']}: {each['message']}" for each in found)
-    return problem(422, "InputError", f"the request cannot be used: {text}", {"problems": found})
+    more = f"; and {len(all_of_them) - len(found):,} more" if len(all_of_them) > len(found) else ""
+    return problem(422, "InputError", f"the request cannot be used: {text}{more}", {"problems": found})
 
 
 async def _http(request: Request, error: Exception) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from ...fabric.contract.limits import GROUP_SIZE_MAX
 from .base import Model
@@ -15,8 +15,10 @@ HOLD_S_MAX = 86_400.0
 
 Seconds = Annotated[float, Field(gt=0, le=HOLD_S_MAX, allow_inf_nan=False)]
 Wait = Annotated[float, Field(ge=0, le=WAIT_S_MAX, allow_inf_nan=False)]
-Consumer = Annotated[str, Field(min_length=1, max_length=63)]
-Receipts = Annotated[list[str], Field(min_length=1, max_length=GROUPS_A_CALL_MAX)]
+Consumer = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[ -~]+$")]
+Receipt = Annotated[str, Field(max_length=64, pattern=r"^[!-~]+$")]
+Receipts = Annotated[list[Receipt], Field(min_length=1, max_length=GROUPS_A_CALL_MAX)]
+Version = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
 class Request(BaseModel):
@@ -51,11 +53,11 @@ class SubmitRequest(Request):
 
     tasks: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=GROUPS_A_CALL_MAX)]
     """Any JSON objects; "task_id" names a task, "seed" fixes its world for the whole group."""
-    group_size: Annotated[int, Field(ge=1, le=GROUP_SIZE_MAX)] = 1
+    group_size: Annotated[StrictInt, Field(ge=1, le=GROUP_SIZE_MAX)] = 1
     """Trajectories a group."""
-    quorum: Annotated[int, Field(ge=1)] | None = None
+    quorum: Annotated[StrictInt, Field(ge=1)] | None = None
     """Rollouts that complete a group; null: all."""
-    priority: Annotated[int, Field(ge=0, le=2)] = 1
+    priority: Annotated[StrictInt, Field(ge=0, le=2)] = 1
     """0 first, 2 last."""
     deadline_s: Seconds | None = None
     """Seconds after which a group is complete with what it has."""
@@ -77,7 +79,7 @@ class ReceiveRequest(Request):
 
     consumer: Consumer = "trainer"
     """Consumers of several names share a run's groups."""
-    count: Annotated[int, Field(ge=1, le=64)] = 1
+    count: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     """Groups at most; as many as there are by now, at least one if one comes in time."""
     wait_s: Wait = 30.0
     """Seconds to wait for the first."""
@@ -104,7 +106,7 @@ class ReceiptsAnswer(Model):
     done: list[str]
     """Those for which it is done."""
     lost: list[str]
-    """Those that hold no longer: their time ended, or the api was started again. Their groups come again, marked so."""
+    """Those that hold nothing: their time ended, or the api was started again. Their groups come again, marked so."""
 
 
 class SpanView(Model):
@@ -216,7 +218,7 @@ class Cancelled(Model):
 class PublishRequest(Request):
     """A version to publish from safetensors files on the api's machine, or from those that were uploaded for it."""
 
-    version: Annotated[int, Field(ge=0, lt=1 << 53)]
+    version: Annotated[StrictInt, Field(ge=0, lt=1 << 53)]
     """Newer than the head."""
     directory: str | None = None
     """Below the directory that the api was started with (--weights); null: what was uploaded for this version."""
@@ -237,6 +239,12 @@ class Published(Model):
     encode_s: float
     keyframe_bytes: int
     jump_bytes: int
+
+
+class Dropped(Model):
+    """Whether there was anything to remove."""
+
+    is_dropped: bool
 
 
 class Uploaded(Model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ...fabric.contract.errors import InputError
 from ...fabric.contract.records import RunConfig
 
 
@@ -75,6 +76,8 @@ class Runs:
 
     async def set(self, run_id: str, model: str | None, environment: str | None, settings: Mapping[str, Any]) -> Run:
         """Create a run, or change its settings. Raises as `AsyncFabric.run`."""
+        if wrong := settings.keys() & {"self", "run_id", "model", "environment"}:
+            raise InputError(f"settings: {min(wrong)} is no setting: say it beside settings, or leave it out")
         changed = await self._trainer.run(run_id, model=model, environment=environment, **settings)
         kept = self._open.get(run_id)
         if kept is None or kept.config.model != changed.config.model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from ...fabric.contract.wire import dump_json
 from ..schemas.answers import Problem
 from ..schemas.training import (
     Cancelled,
+    Dropped,
     Published,
     PublishRequest,
     ReceiptsAnswer,
@@ -31,6 +33,7 @@ from ..schemas.training import (
     SubmitRequest,
     Submitted,
     Uploaded,
+    Version,
 )
 from .ports import Run, Runs
 from .uploads import WeightFiles
@@ -42,6 +45,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "Each message of type group is a ReceivedGroup"}
 }
 LOOK_S = 5.0  # a stream says after so long why no group comes, and that it is still there
+ANSWER_COUNT_MAX = 256
 ACKNOWLEDGED_S = 0.2  # how often it looks whether groups were acknowledged, where its client has as many as it may
 PIECE = {"requestBody": {"required": True, "content": {"application/octet-stream": {}}}}
 
@@ -147,10 +151,12 @@ def _add_receipts(routes: APIRouter, runs: Runs) -> None:
 
 
 def _add_weights(routes: APIRouter, runs: Runs, files: WeightFiles) -> None:
+    published: OrderedDict[tuple[str, int], Published] = OrderedDict()  # from uploads, for who lost the answer
+
     @routes.put("/uploads/{version}/{file}", openapi_extra=PIECE)
     async def upload(
         run_id: str,
-        version: int,
+        version: Version,
         file: str,
         request: Request,
         offset: Annotated[int, Query(ge=0)] = 0,
@@ -162,21 +168,36 @@ def _add_weights(routes: APIRouter, runs: Runs, files: WeightFiles) -> None:
         return Uploaded(size_bytes=size)
 
     @routes.get("/uploads/{version}/{file}")
-    async def uploaded(run_id: str, version: int, file: str) -> Uploaded:
+    async def uploaded(run_id: str, version: Version, file: str) -> Uploaded:
         """Tell how many bytes of a file are here, to go on from there."""
         check_name("run", run_id)
         return Uploaded(size_bytes=await asyncio.to_thread(files.size, run_id, version, file))
 
+    @routes.delete("/uploads/{version}")
+    async def drop(run_id: str, version: Version) -> Dropped:
+        """Remove what was uploaded for a version, to begin anew."""
+        check_name("run", run_id)
+        return Dropped(is_dropped=await asyncio.to_thread(files.drop, run_id, version))
+
     @routes.post("/versions", responses=CONFLICT)
     async def publish(run_id: str, body: PublishRequest) -> Published:
-        """Publish weights: a keyframe first, deltas later, bit-exact. Workers follow while they generate."""
+        """Publish weights: a keyframe first, deltas later, bit-exact. Workers follow while they generate.
+
+        A call whose answer was lost may be repeated: it gets that answer.
+        """
+        name, version = (run_id, body.version), body.version
         async with _using(runs, run_id) as run:
-            named = body.directory
-            path = files.uploaded(run_id, body.version) if named is None else files.find(named)
-            report = await run.publish(path, version=body.version, keyframe=body.keyframe)
-        if body.directory is None:
-            await asyncio.to_thread(files.forget, run_id, body.version)
-        return Published(**asdict(report))
+            if body.directory is not None:
+                path = await asyncio.to_thread(files.find, body.directory)
+                return Published(**asdict(await run.publish(path, version=version, keyframe=body.keyframe)))
+            if name in published and not files.has(run_id, version) and await run.head_version() >= version:
+                return published[name]
+            with files.sealed(run_id, version) as path:
+                report = await run.publish(path, version=version, keyframe=body.keyframe)
+        published[name] = Published(**asdict(report))
+        while len(published) > ANSWER_COUNT_MAX:
+            published.popitem(last=False)
+        return published[name]
 
 
 async def _unless_gone(request: Request, run: Run, consumer: str, wait_s: float, hold_s: float) -> Any:

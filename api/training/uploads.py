@@ -1,24 +1,30 @@
 """Weights on the api's machine: directories that may be published, and files that arrive in pieces.
 
-- Everything lies below one directory, which whoever starts the api names. No link that leads out of it is followed.
-- A file arrives by pieces of at most one request's body, each with its offset: who lost the answer asks how much is
-  here, and goes on from there. The files of a version are removed once it is published.
+- Everything lies below one directory, which whoever starts the api names; only plain files below it are read.
+- A file arrives by pieces of at most one request's body, each with its offset: who lost the answer sends the piece
+  again, or asks how much is here. A piece that says otherwise than what is here is refused.
+- A version that is being published has its files to itself: what is uploaded meanwhile begins anew. They are removed
+  once it is published, and there again if it is refused.
 - A piece is refused where it would leave less than ROOM_BYTES on the disk.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...fabric.contract.errors import ConfigError, InputError
 from ...fabric.contract.limits import MIB
 from ...fabric.host.directories import place_in
 
-FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.(safetensors|json)")
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors|model\.safetensors\.index\.json")
 ROOM_BYTES = 1024 * MIB
 UPLOADS = "uploads"
+OPTION = "--weights"
 
 
 class WeightFiles:
@@ -26,29 +32,63 @@ class WeightFiles:
 
     def __init__(self, root: Path | None) -> None:
         self._root = None if root is None else root.resolve()
+        self._sealed: set[Path] = set()
 
     def find(self, directory: str) -> Path:
         """Return a directory or safetensors file that may be published.
 
         Raises:
-            InputError: it is not there, or lies elsewhere.
+            InputError: it is not there, lies elsewhere, or holds what is no plain file below the directory.
         """
-        return place_in(self._rooted(), directory, "--weights")
+        place = place_in(self._rooted(), directory, OPTION)
+        for file in [place] if not place.is_dir() else place.iterdir():
+            if file.suffix in (".safetensors", ".json") and not self._is_plain(file):
+                raise InputError(f"{file.name} of {directory!r:.200} is no plain file in the {OPTION} directory")
+        return place
 
-    def uploaded(self, run_id: str, version: int) -> Path:
-        """Return the directory of the files that were uploaded for a version. Raises InputError: there are none."""
-        path = self._place(run_id, version)
-        if not path.is_dir():
+    @contextmanager
+    def sealed(self, run_id: str, version: int) -> Iterator[Path]:
+        """Give the directory of what was uploaded for a version, which nobody else writes to in the block.
+
+        Raises:
+            InputError: nothing was.
+        """
+        place = self._place(run_id, version)
+        mine = place.with_name(f".{version}.{secrets.token_hex(4)}")
+        try:
+            (place if place.is_dir() else self._left_over(place)).rename(mine)
+        except OSError as error:
             raise InputError(
-                f"no file was uploaded for version {version} of run {run_id!r}: send it by PUT "
-                f"/v1/runs/{run_id}/uploads/{version}/model.safetensors, or name a directory",
+                f"no file was uploaded for version {version} of run {run_id!r}, or it is being published: send it by "
+                f"PUT /v1/runs/{run_id}/uploads/{version}/model.safetensors, or name a directory",
                 name="version",
-            )
-        return path
+            ) from error
+        self._sealed.add(mine)
+        try:
+            yield mine
+        except BaseException:
+            if not place.exists():
+                mine.rename(place)
+            raise
+        finally:
+            self._sealed.discard(mine)
+            shutil.rmtree(mine, ignore_errors=True)
 
-    def forget(self, run_id: str, version: int) -> None:
-        """Remove what was uploaded for a version."""
-        shutil.rmtree(self._place(run_id, version), ignore_errors=True)
+    def _left_over(self, place: Path) -> Path:
+        """Return the files of a version that was being published when an api ended; or `place`, which is not there."""
+        found = [each for each in place.parent.glob(f".{place.name}.*") if each not in self._sealed]
+        return found[0] if found else place
+
+    def has(self, run_id: str, version: int) -> bool:
+        """Whether anything was uploaded for a version."""
+        return self._place(run_id, version).is_dir()
+
+    def drop(self, run_id: str, version: int) -> bool:
+        """Remove what was uploaded for a version; return whether there was anything."""
+        place = self._place(run_id, version)
+        was_there = self.has(run_id, version)
+        shutil.rmtree(place, ignore_errors=True)
+        return was_there
 
     def size(self, run_id: str, version: int, name: str) -> int:
         """Return how many bytes of a file are here."""
@@ -56,10 +96,11 @@ class WeightFiles:
         return path.stat().st_size if path.exists() else 0
 
     def add(self, run_id: str, version: int, name: str, offset: int, data: bytes) -> int:
-        """Write a piece of a file; return how many bytes of it are here. A piece that is here already changes nothing.
+        """Write a piece of a file; return how many bytes of it are here. What is here already changes nothing.
 
         Raises:
-            InputError: there is a gap before it, it is no name of such a file, or the disk has no room.
+            InputError: there is a gap before it, other bytes are here, it is no name of such a file, or the disk has no
+                room.
         """
         path, here = self._file(run_id, version, name), self.size(run_id, version, name)
         if offset > here:
@@ -68,16 +109,24 @@ class WeightFiles:
         if free - len(data) < ROOM_BYTES:
             raise InputError(f"the disk of {self._rooted()} has {free:,} bytes left: make room there, then go on")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("r+b" if path.exists() else "wb") as file:
+        with path.open("r+b" if path.exists() else "x+b") as file:
             file.seek(offset)
-            file.write(data)
-            if offset == 0:
-                file.truncate()  # a first piece begins the file anew
+            known = file.read(len(data))
+            if known != data[: len(known)]:
+                raise InputError(
+                    f"{name} has other bytes here from {offset:,} on: two clients upload it, or it begins anew. Remove "
+                    f"it first: DELETE /v1/runs/{run_id}/uploads/{version}"
+                )
+            file.write(data[len(known) :])
         return path.stat().st_size
+
+    def _is_plain(self, file: Path) -> bool:
+        whole = file.resolve()
+        return whole.is_file() and whole.is_relative_to(self._rooted())
 
     def _rooted(self) -> Path:
         if self._root is None:
-            raise ConfigError("this api takes no weights: start it with --weights DIRECTORY, where they may lie")
+            raise ConfigError(f"this api takes no weights: start it with {OPTION} DIRECTORY, where they may lie")
         return self._root
 
     def _place(self, run_id: str, version: int) -> Path:

@@ -22,7 +22,7 @@ call POST /versions "${json[@]}" '{"version": 0}'
 call POST /groups "${json[@]}" '{"tasks": [{"seed": 1}, {"seed": 2}], "group_size": 4, "group_ids": ["g1", "g2"]}'
 for _ in 1 2; do
   got=$(call POST /groups/receive "${json[@]}" '{"wait_s": 60, "hold_s": 60}')
-  receipt=$(grep -o '"receipt":"[0-9a-f]*"' <<< "$got" | cut -d '"' -f 4)
+  receipt=$(grep -o '"receipt":"[0-9a-f]*"' <<< "$got" | cut -d '"' -f 4) || { echo "no group: $got"; exit 1; }
   echo "${got:0:120}…" # learn from it here; then say that it is used:
   call POST /groups/acknowledge "${json[@]}" "{\"receipts\": [\"$receipt\"]}"
 done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rollfab.api.schemas.training import Received, ReceivedGroup
 from rollfab.api.training.ports import Runs
 from rollfab.api.training.routes import router
 from rollfab.api.training.uploads import WeightFiles
+from rollfab.fabric.contract.errors import InputError
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.trainer.aio import AsyncFabric
@@ -68,8 +70,8 @@ async def test_groups_go_from_tasks_to_acknowledged_and_come_once(api: ApiWorld)
     assert rollout["completion_ids"] == [0] and rollout["completion_mask"] == [1] and rollout["reward"] == 1.0
     # When they are acknowledged, also twice; then they never come again
     receipts = [row["receipt"] for row in got["groups"]]
-    assert await post(api, f"{R1}/groups/acknowledge", receipts=receipts) == {"done": receipts, "lost": []}
-    assert await post(api, f"{R1}/groups/acknowledge", receipts=receipts) == {"done": [], "lost": receipts}
+    for _ in range(2):
+        assert await post(api, f"{R1}/groups/acknowledge", receipts=receipts) == {"done": receipts, "lost": []}
     assert (await receive(api, wait_s=0.1))["groups"] == []
     assert (await api.json(R1))["counters"]["groups_consumed"] == 2
 
@@ -178,6 +180,7 @@ async def test_weights_arrive_in_pieces_and_are_published_bit_by_bit(api: ApiWor
     assert said["kind"] == "keyframe" and said["version"] == 0
     held = await fetch_weights(api.fabric.weights, "w", 0)
     assert {name: held[name].tobytes() for name in tensors} == {n: array.tobytes() for n, array in tensors.items()}
+    assert await post(api, "v1/runs/w/versions", version=0) == said
     # Then its files are gone; a directory on the api's machine, below its own, is published likewise
     assert (await api.json(path)) == {"size_bytes": 0}
     (tmp_path / "step-1").mkdir()
@@ -190,6 +193,76 @@ async def test_weights_arrive_in_pieces_and_are_published_bit_by_bit(api: ApiWor
     assert "no file was uploaded" in (await post(api, "v1/runs/w/versions", 422, version=2))["message"]
     for name in ("..%2Fx.safetensors", "x.py", ".safetensors"):
         assert (await api.http.put(f"v1/runs/w/uploads/2/{name}", content=b"x")).status_code in (404, 422)
+
+
+async def test_pieces_that_differ_are_refused_and_an_upload_begins_anew_when_it_is_removed(api: ApiWorld) -> None:
+    path = f"{R1}/uploads/0/model.safetensors"
+    for offset, data, status in ((0, b"abcd", 200), (2, b"cdef", 200), (0, b"abcd", 200), (0, b"abXd", 422)):
+        answer = await api.http.put(path, params={"offset": offset}, content=data)
+        assert answer.status_code == status, answer.text
+    assert await api.json(path) == {"size_bytes": 6}
+    assert "DELETE /v1/runs/r1/uploads/0" in answer.json()["message"]
+    for is_there in (True, False):
+        assert (await api.http.delete(f"{R1}/uploads/0")).json() == {"is_dropped": is_there}
+    for version in (-1, 1 << 53):
+        assert (await api.http.put(f"{R1}/uploads/{version}/a.safetensors", content=b"x")).status_code == 422
+
+
+def test_a_version_that_is_being_published_has_its_files_to_itself(tmp_path: Path) -> None:
+    files, name = WeightFiles(tmp_path), "model.safetensors"
+    files.add("r", 1, name, 0, b"mine")
+
+    def fail_meanwhile() -> None:
+        with files.sealed("r", 1) as path:
+            with pytest.raises(InputError, match="is being published"), files.sealed("r", 1):
+                pass
+            assert files.add("r", 1, name, 0, b"another's") == 9
+            assert (path / name).read_bytes() == b"mine"
+            raise ZeroDivisionError
+
+    # Given a publish that fails while another client uploads: then that client's files stay
+    with pytest.raises(ZeroDivisionError):
+        fail_meanwhile()
+    assert files.size("r", 1, name) == 9
+    # Given one that fails alone: then its files are there again; and so they are after an api that was killed
+    with pytest.raises(ZeroDivisionError), files.sealed("r", 1):
+        raise ZeroDivisionError
+    (tmp_path / "uploads" / "r" / "1").rename(tmp_path / "uploads" / "r" / ".1.0123abcd")
+    with WeightFiles(tmp_path).sealed("r", 1) as path:
+        assert (path / name).read_bytes() == b"another's"
+    assert list((tmp_path / "uploads" / "r").iterdir()) == []
+
+
+async def test_only_plain_files_below_the_directory_are_published(api: ApiWorld, tmp_path: Path) -> None:
+    save_file({"w": np.zeros(3, np.float32)}, tmp_path.parent / "elsewhere.safetensors")
+    for name in ("pipe", "link"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "pipe" / "model.safetensors")
+    (tmp_path / "link" / "model.safetensors").symlink_to(tmp_path.parent / "elsewhere.safetensors")
+    for name in ("pipe", "link"):
+        said = await post(api, f"{R1}/versions", 422, version=0, directory=name)
+        assert "no plain file" in said["message"]
+
+
+async def test_what_cannot_be_is_422_whatever_it_holds(api: ApiWorld, tmp_path: Path) -> None:
+    (tmp_path / "wrong").mkdir()
+    save_file({"model.norm.weight": np.zeros(3, np.float32)}, tmp_path / "wrong" / "model.safetensors")
+    for path, body in (
+        (f"{R1}/versions", {"version": 0, "directory": "wrong"}),
+        (f"{R1}/versions", {"version": True, "directory": "wrong"}),
+        *((f"{R1}/versions", {"version": 0, "directory": name}) for name in ("a\0b", "\ud800", "a" * 5000)),
+        (f"{R1}/groups", {"tasks": [{}], "group_ids": ["\ud800"]}),
+        (f"{R1}/groups", {"tasks": [{}], "group_size": 101}),  # of 100 that the run may hold
+        (f"{R1}/groups/acknowledge", {"receipts": ["\ud800"]}),
+        (f"{R1}/groups/receive", {"consumer": "a\x1b"}),
+    ):
+        answer = await api.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        assert answer.status_code == 422, (body, answer.text)
+    for settings in ({"self": 1}, {"model": "small"}):
+        answer = await api.http.put(R1, json={"settings": settings})
+        assert answer.status_code == 422 and next(iter(settings)) in answer.text
+    answer = await api.http.post(f"{R1}/groups", json={f"x{n}": 1 for n in range(10_000)}, timeout=30)
+    assert answer.status_code == 422 and len(answer.content) < 10_000
 
 
 async def test_an_api_without_a_directory_takes_no_weights_and_readers_consume_nothing(url: str) -> None:
