@@ -15,7 +15,7 @@ from rollfab.fabric.versions.stage import Stage, part_sums
 from rollfab.fabric.versions.vote import agree, vote
 from rollfab.workers.engines.vllm.inplace.rank_part import shard_map
 from tests.vllm import transfer_engines as engines
-from tests.vllm.transfer_engines import LLAMA, QWEN2
+from tests.vllm.transfer_engines import LLAMA, NEEDS_AVX512, QWEN2
 
 RUN = "shards"
 Rank = tuple[ShardMap, dict[str, Any]]
@@ -46,7 +46,11 @@ def staged_by_ranks(layout: Layout, bits: list[dict[str, Any]], ranks: list[Rank
     return staged
 
 
-@pytest.mark.parametrize("config", [QWEN2, LLAMA], ids=["tied-padded-grouped", "untied-bfloat16"])
+@pytest.mark.parametrize(
+    "config",
+    [QWEN2, pytest.param(LLAMA, marks=NEEDS_AVX512)],
+    ids=["tied-padded-grouped", "untied-bfloat16"],
+)
 def test_what_two_ranks_stage_by_their_maps_is_what_vllm_itself_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 
 from rollfab.fabric.format.layout import Layout
 from rollfab.workers.engines.base import Bits, Writes
@@ -35,6 +36,10 @@ QWEN2: dict[str, Any] = {  # tied, biases, grouped queries, a vocabulary that vL
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+# vLLM's build for CPUs multiplies bfloat16 by oneDNN, which has no way to on a processor with AVX2 alone.
+NEEDS_AVX512 = pytest.mark.skipif(
+    " avx512f " not in Path("/proc/cpuinfo").read_text(), reason="bfloat16 is multiplied only where there is AVX-512"
+)
 LLAMA = {
     **QWEN2,
     "architectures": ["LlamaForCausalLM"],
