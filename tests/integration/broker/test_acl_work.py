@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.contract.agreement import Agreement
+from rollfab.fabric.contract.images import ImagePlace, digest_of
 from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM, LeasePlan
 from rollfab.fabric.contract.records import (
     DeadLetter,
@@ -243,11 +244,14 @@ async def play_turns(who: dict[str, Part]) -> None:
     trainer, agent, worker = who["trainer"], who["agent"], who["worker"]
     await trainer.rollouts.push([group("a", 2)])
     claim, other = await claims(agent, 2)
-    job = replace(TURN, turn_id=f"{claim.job.trajectory_id}.0", agent_id=agent.name)
-    push = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job)
+    shown = (ImagePlace(0, 1, digest_of(b"a file")),)
+    job = replace(TURN, turn_id=f"{claim.job.trajectory_id}.0", agent_id=agent.name, images=shown)
+    files = {shown[0].digest: b"a file"}
+    push = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job, images=files)
     assert not any(await agent.turns.push(agent.name, [push]))
     await worker.turns.wait(1.0)
     (taken,) = (await exchange(worker, want=5)).claims
+    assert [image.data for image in taken.images] == [b"a file"]
     await worker.turns.release(worker.name, [TurnProgress(claim=taken, log=None)])
     (taken,) = (await exchange(worker, want=5)).claims
     log = TokenLog(spans=RESULT.spans, completion_ids=RESULT.completion_ids, logprobs=RESULT.logprobs)
