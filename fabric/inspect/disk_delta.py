@@ -86,7 +86,7 @@ def digest_of(name: str) -> Digest:
         raise InputError(f"checksum format {_shown(name)} is unknown: use one of {', '.join(CHECKSUMS)}")
     if name == "blake3":
         try:
-            importlib.import_module(name)
+            importlib.import_module("blake3")
         except ImportError:
             raise ConfigError("checksums of the format blake3 need its package: pip install blake3") from None
     return CHECKSUMS[name]
