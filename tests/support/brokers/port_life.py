@@ -35,6 +35,7 @@ TURN_COUNT = 3
 ASK_AGAIN_S = 1.0
 PUSH_AGAIN_S = 1.0
 WORKER_ID = "worker"
+AHEAD_COUNT = 15  # groups that may be pushed before the oldest of them is acknowledged: a slow machine pushes no further
 
 
 @dataclass
@@ -110,6 +111,8 @@ class Life:
     async def _push(self, group_count: int, name: str) -> None:
         for index in range(group_count):
             group_id = f"{name}{index}"
+            while len(self.tally.missing) >= AHEAD_COUNT:
+                await asyncio.sleep(0.005)
             await self._rollouts.push([group_of(group_id)])
             self.tally.pushed.append(group_id)
             await asyncio.sleep(self._pace_s)
@@ -225,7 +228,14 @@ def rollout_of(held: Held) -> Rollout:
     )
 
 
-async def more_work(tally: Tally) -> None:
-    """Until some more groups were pushed and some more acknowledged."""
+async def more_work(tally: Tally, playing: asyncio.Task[Tally]) -> None:
+    """Until some more groups were pushed and some more acknowledged.
+
+    Raises:
+        AssertionError: the play ended, so that no more come.
+    """
     pushed, acknowledged = len(tally.pushed) + 5, len(tally.acknowledged) + 5
-    await until(lambda: len(tally.pushed) >= pushed and len(tally.acknowledged) >= acknowledged)
+    await until(lambda: playing.done() or (len(tally.pushed) >= pushed and len(tally.acknowledged) >= acknowledged))
+    if playing.done():
+        await playing
+        raise AssertionError("the play ended before more was pushed and acknowledged")
