@@ -35,7 +35,8 @@ TURN_COUNT = 3
 ASK_AGAIN_S = 1.0
 PUSH_AGAIN_S = 1.0
 WORKER_ID = "worker"
-AHEAD_COUNT = 15  # groups that may be pushed before the oldest of them is acknowledged: a slow machine pushes no further
+# Groups that may be pushed before the oldest of them is acknowledged: a slow machine pushes no further.
+AHEAD_COUNT = 15
 
 
 @dataclass
