@@ -90,6 +90,7 @@ class Life:
     def __init__(self, fabric: RedisFabric, run: RunConfig, *, has_ledger: bool = False, pace_s: float = 0.0) -> None:
         self.tally = Tally()
         self._pace_s = pace_s
+        self._ahead = asyncio.Semaphore(AHEAD_COUNT)
         self._fabric = fabric
         self._run = run
         self._has_ledger = has_ledger
@@ -112,8 +113,7 @@ class Life:
     async def _push(self, group_count: int, name: str) -> None:
         for index in range(group_count):
             group_id = f"{name}{index}"
-            while len(self.tally.missing) >= AHEAD_COUNT:
-                await asyncio.sleep(0.005)
+            await self._ahead.acquire()
             await self._rollouts.push([group_of(group_id)])
             self.tally.pushed.append(group_id)
             await asyncio.sleep(self._pace_s)
@@ -130,7 +130,9 @@ class Life:
                         raise
                     self.tally.lost.add(delivery.group.group_id)
                     continue
-                self.tally.acknowledged.add(delivery.group.group_id)
+                if delivery.group.group_id not in self.tally.acknowledged:
+                    self.tally.acknowledged.add(delivery.group.group_id)
+                    self._ahead.release()
             if self._has_ledger and time.monotonic() > push_again_s:
                 taken = await self._rollouts.push([group_of(group_id) for group_id in self.tally.missing])
                 self.tally.taken_again += sum(taken)
