@@ -92,6 +92,18 @@ def resume(quick: Quick = False, json: AsJson = False) -> None:
     raise typer.Exit(bench_resume(quick=quick, json_output=json))
 
 
+@app.command("training")
+def training(
+    quick: Quick = False,
+    json: AsJson = False,
+    figure: Annotated[str, typer.Option(help="A .png or .svg file to draw to.")] = "",
+) -> None:
+    """GRPO through a disturbed fabric, over the same in one process; and lengths of answers under revocation."""
+    from .training.main import bench_training
+
+    raise typer.Exit(bench_training(quick=quick, json_output=json, figure=figure))
+
+
 @app.command("coserve")
 def coserve(
     quick: Quick = False,

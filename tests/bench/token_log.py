@@ -35,7 +35,7 @@ from tests.bench.measure import Figure, split_cores
 from tests.support.leases import set_lease
 
 from .lively import lively_weights
-from .resume.asker import Asker
+from .resume.asker import Asker, greedy
 
 RUN_ID = "token-log"
 WORKER_ID = "bench-worker"
@@ -141,7 +141,7 @@ class _Arms:
 
     async def _measure(self) -> _Round:
         cpu_s, start_s = time.thread_time(), time.perf_counter()
-        turns = await self._asker.ask(self._prompts, self._settings.completion_tokens)
+        turns = await self._asker.ask(self._prompts, greedy(self._settings.completion_tokens))
         await self._asker.collect(turns, is_reaping=False)
         duration_s = time.perf_counter() - start_s
         expected = self._settings.turn_count * self._settings.completion_tokens

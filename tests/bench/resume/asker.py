@@ -24,6 +24,11 @@ TURN_TIMEOUT_S = 60.0
 REAP_S = 0.25  # as agents do
 
 
+def greedy(completion_tokens: int) -> Sampling:
+    """The likeliest token, so many times."""
+    return Sampling(temperature=0.0, max_tokens=completion_tokens)
+
+
 @dataclass(kw_only=True)
 class Turns:
     """Turns that were asked for together, by turn id."""
@@ -52,8 +57,8 @@ class Asker:
         low = int(CharTokenizer().encode("a")[0])
         return [self._dice.integers(low, low + 26, token_count).astype(np.int32) for _ in range(count)]
 
-    async def ask(self, prompts: Sequence[Int32], completion_tokens: int) -> Turns:
-        """Ask for greedy turns, one for each prompt."""
+    async def ask(self, prompts: Sequence[Int32], sampling: Sampling) -> Turns:
+        """Ask for turns, one for each prompt."""
         group_id = new_group_id()
         jobs = [
             TrajectoryJob(
@@ -63,7 +68,6 @@ class Asker:
         ]
         await self._rollouts.push([GroupPush(group_id=group_id, task_id="bench", task={}, jobs=tuple(jobs))])
         claims = await self._trajectories.claim(AGENT_ID, len(jobs))
-        sampling = Sampling(temperature=0.0, max_tokens=completion_tokens)
         pushes, turns = [], Turns(group_id=group_id, prompts={})
         for claim, prompt_ids in zip(claims, prompts, strict=True):
             name = turn_id(claim.job.trajectory_id, 0)

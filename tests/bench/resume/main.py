@@ -29,7 +29,7 @@ from rollfab.deploy.replay.figures import Report, number, percentile, show
 from rollfab.fabric.contract.errors import FabricError
 
 from ..token_log import LogSettings, measure_token_log
-from .asker import PROMPT_TOKENS, Turns
+from .asker import PROMPT_TOKENS, Turns, greedy
 from .stage import WORKERS, Stage
 
 SEED = 3
@@ -156,7 +156,7 @@ async def _interrupt(stage: Stage, dice: np.random.Generator, *, is_kill: bool) 
         The hand-overs, the turns with their results, and how many tokens were made for nothing.
     """
     made_before = stage.token_count()
-    turns = await stage.asker.ask(stage.asker.prompts(TURNS_TOGETHER), COMPLETION_TOKENS)
+    turns = await stage.asker.ask(stage.asker.prompts(TURNS_TOGETHER), greedy(COMPLETION_TOKENS))
     giver = await stage.started(turns)
     await asyncio.sleep(dice.uniform(*REVOKE_AFTER_S))
     at_ns = stage.kill(giver) if is_kill else await stage.revoke(giver)
@@ -177,7 +177,7 @@ async def _interrupt(stage: Stage, dice: np.random.Generator, *, is_kill: bool) 
 
 async def _prefill_ms(stage: Stage) -> list[float]:
     """One turn with a long context, alone: from the engine being asked until its first token; none if unseen."""
-    turns = await stage.asker.ask(stage.asker.prompts(1, PREFILL_TOKENS), completion_tokens=PREFILL_TOKENS // 4)
+    turns = await stage.asker.ask(stage.asker.prompts(1, PREFILL_TOKENS), greedy(PREFILL_TOKENS // 4))
     await stage.asker.collect(turns)
     await asyncio.sleep(QUIET_S)
     lines = [line for line in stage.first_tokens() if line["turn"] in turns.prompts]
@@ -187,7 +187,7 @@ async def _prefill_ms(stage: Stage) -> list[float]:
 async def _differing(stage: Stage, turns: Turns) -> list[str]:
     """Turns whose tokens differ from those of the same prompts, uninterrupted."""
     names = list(turns.prompts)
-    again = await stage.asker.ask([turns.prompts[name] for name in names], COMPLETION_TOKENS)
+    again = await stage.asker.ask([turns.prompts[name] for name in names], greedy(COMPLETION_TOKENS))
     await stage.asker.collect(again)
     return [
         name

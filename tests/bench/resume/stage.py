@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.fabric.broker.embedded import EmbeddedBroker
@@ -40,8 +42,11 @@ LOOK_S = 0.002
 class Stage:
     """Use as `async with`; everything it started has ended after it."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(
+        self, directory: Path, seed: int, weights: Callable[[], Mapping[str, np.ndarray]] = lively_weights
+    ) -> None:
         self._directory = directory
+        self._weights = weights
         self._seed = seed
         self._stack = AsyncExitStack()
         self._epoch = 0
@@ -73,7 +78,7 @@ class Stage:
     async def _open_run(self) -> None:
         await self.ports.board.create_run(self._run)
         run = await AsyncFabric(self.ports, self._broker.url).run(RUN_ID)
-        await run.publish(await asyncio.to_thread(lively_weights), version=0)
+        await run.publish(await asyncio.to_thread(self._weights), version=0)
 
     # ---- leases
 

@@ -13,6 +13,9 @@ from tests.bench.chaos.main import QUICK as CHAOS
 from tests.bench.chaos.report import CALL_PROMISES, PROMISES
 from tests.bench.resume.main import QUICK as RESUME
 from tests.bench.resume.main import TURNS_TOGETHER
+from tests.bench.training.main import QUICK as TRAINING
+
+LARGE_GAP = 0.35  # of two samples of 96 of one distribution, once in a hundred thousand pairs
 
 
 def results_of(name: str, *words: str) -> dict[str, Any]:
@@ -64,6 +67,17 @@ def check_resume(results: dict[str, Any]) -> None:
     assert results["token_log_tokens_per_s"] > 0 and results["token_log_never_tokens_per_s"] > 0
 
 
+def check_training(results: dict[str, Any]) -> None:
+    """Workers came and went while a policy learnt, nothing was lost, and answers were as long as undisturbed ones."""
+    reward, lengths = results["reward"], results["lengths"]
+    assert reward["lost_count"] == 0
+    assert len(reward["curves"][0]) == TRAINING.step_count
+    assert reward["lent_count"] > 0 and reward["delta_count"] == TRAINING.step_count
+    assert len(lengths["values"]) >= TRAINING.length_count
+    assert lengths["revoked_count"] > 0
+    assert lengths["gap"] < LARGE_GAP
+
+
 @pytest.mark.fault
 @pytest.mark.slow
 @pytest.mark.redis
@@ -75,6 +89,7 @@ def check_resume(results: dict[str, Any]) -> None:
         ("chaos", ["--seed", "11", "--calls", "agents"], check_calls),
         ("chaos", ["--seed", "11", "--calls", "gateway"], check_calls),
         ("resume", [], check_resume),
+        ("training", [], check_training),
     ],
 )
 def test_a_quick_run_breaks_no_promise(name: str, words: list[str], check: Any) -> None:
