@@ -44,7 +44,7 @@ from ..fabric.rules.lending.capacity_facts import is_same_model
 from ..fabric.rules.queue.runs import undoable
 from ..fabric.versions.reader import Weights, fetch_weights
 from .agreement import AgreementReporter
-from .checks import check_run, check_settings, check_view, make_groups
+from .checks import check_peek, check_run, check_settings, check_view, make_groups
 from .filters import Keep, Refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .publish.publisher import Publisher, PublishReport
@@ -307,6 +307,18 @@ class AsyncRun:
         view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep), takeover=takeover)
         refilled = None if refill is None else Refill(tasks=iter(refill))
         return Groups(self._ledger, view, refilled, waiting=self._waiting)
+
+    async def peek(self, count: int = 10) -> list[Group]:
+        """Return up to `count` complete groups that are not acknowledged, the oldest first, and take none of them.
+
+        Groups in consumers' hands are among them, and those too stale to be delivered, which will run again.
+
+        Raises:
+            InputError: count is not from 1 to PEEK_COUNT_MAX.
+        """
+        self._home.check()
+        check_peek(count)
+        return await self._ports.rollouts(self.config).peek(count)
 
     async def publish(
         self,

@@ -22,6 +22,7 @@ from ..fabric.contract.wire import check_size, dump_json, load_json
 from ..fabric.ports.queue import GroupPush
 
 CONSUMER_LENGTH_MAX = 200
+PEEK_COUNT_MAX = 1000  # groups looked at in one call: all of them are in memory at once
 FLOAT_MAX = sys.float_info.max
 
 Check = tuple[str, Callable[[Any], bool]]  # the expectation in words, and whether a value meets it
@@ -76,6 +77,11 @@ def check_view(consumer: str, takeover_s: float) -> None:
     is_name = isinstance(consumer, str) and bool(consumer.strip()) and len(consumer) <= CONSUMER_LENGTH_MAX
     _require("groups", "consumer", consumer, (f"a name of 1 to {CONSUMER_LENGTH_MAX} characters", lambda _: is_name))
     _require("groups", "takeover", takeover_s, ("seconds above 0", lambda value: _is_number(value) and value > 0))
+
+
+def check_peek(count: int) -> None:
+    """Require a number of groups that can be looked at together. Raises InputError."""
+    _require("peek", "count", count, _whole(1, PEEK_COUNT_MAX))
 
 
 def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = None, **wishes: Any) -> list[GroupPush]:

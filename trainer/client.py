@@ -297,6 +297,10 @@ class Run:
         )
         return Groups(self._loop, found)
 
+    def peek(self, count: int = 10) -> list[Group]:
+        """Return up to `count` complete groups that are not acknowledged, the oldest first, and take none of them."""
+        return self._loop.call(self._run.peek(count))
+
     def publish(
         self,
         named: Any,

@@ -24,16 +24,18 @@ from .printing import show, show_json
 from .speech import say_nothing
 from .status import with_ports
 
+PEEK_COUNT = 10
 OUTPUT_COUNT = 1000  # groups of a file: its reader and its writer hold them in hand until it is whole
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    _register_work(app)
+    _register_submit(app)
+    _register_consume(app)
     _register_dead(app)
 
 
-def _register_work(app: typer.Typer) -> None:
+def _register_submit(app: typer.Typer) -> None:
     @app.command()
     def submit(
         file: Annotated[Path, typer.Argument(help="One task (a JSON object) per line.", exists=True, dir_okay=False)],
@@ -60,6 +62,8 @@ def _register_work(app: typer.Typer) -> None:
             ids = opened.submit(tasks, group_size=group_size, quorum=quorum, priority=priority, deadline=deadline)
         show(dump_json({"group_ids": ids}).decode() if json else f"{counted(len(ids), 'group')} pushed to run {run}")
 
+
+def _register_consume(app: typer.Typer) -> None:
     @app.command()
     def consume(
         run: Annotated[str, typer.Option(help="The run.")],
@@ -78,11 +82,18 @@ def _register_work(app: typer.Typer) -> None:
                 dir_okay=False,
             ),
         ] = None,
+        peek: Annotated[
+            bool, typer.Option("--peek", help="Only look: print the oldest (10, or --count), and take none of them.")
+        ] = False,
         url: Url = None,
     ) -> None:
-        """Print completed groups as JSON lines, acknowledging each; or write them to a file."""
+        """Print completed groups as JSON lines, acknowledging each; or write them to a file; or only look."""
         if output is not None:
             check_new(output)
+        if peek:
+            _peek(need_url(url), run, PEEK_COUNT if count is None else count, output)
+            return
+        if output is not None:
             count = OUTPUT_COUNT if count is None else count
         with connect(need_url(url)) as fabric:
             groups = fabric.run(run).groups(
@@ -99,6 +110,21 @@ def _register_work(app: typer.Typer) -> None:
                 if stuck:
                     raise stuck[0]
             say_nothing(f"stopped: {groups.ended_why}")
+
+
+def _peek(url: str, run: str, count: int, output: Path | None) -> None:
+    """Print groups that are not acknowledged, or write them to a file, and leave them where they are."""
+    with connect(url) as fabric:
+        groups = fabric.run(run).peek(count)
+    if output is None:
+        for group in groups:
+            show_json(group_row(group))
+    elif groups:
+        show(f"{counted(write_groups(output, groups), 'group')} written to {output}; all of them are still in the run")
+    if not groups:
+        say_nothing(
+            f"run {run} has no complete group that is not acknowledged; `rollfab status` says what is under way"
+        )
 
 
 def until_stuck(groups: Iterable[Group], stuck: list[NothingMoves]) -> Iterator[Group]:

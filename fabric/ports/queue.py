@@ -405,6 +405,13 @@ class RolloutStream(Protocol):
         """
         ...
 
+    async def peek(self, count: int) -> list[Group]:
+        """Return up to `count` complete groups that are not acknowledged, the oldest first, and leave all as it is.
+
+        Groups in consumers' hands are among them, and those too stale to be delivered.
+        """
+        ...
+
     def put_back(self, delivery: Delivery) -> None:
         """Give a group back that was not used after all: it comes again, marked redelivered."""
         ...

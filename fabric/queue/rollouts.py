@@ -156,6 +156,26 @@ class RedisRolloutStream:
                 self._look_back_at_s[consumer] = self._clock.now_s() + LOOK_BACK_S
         return await self._deliveries(await self._fresh(consumer, count, timeout_s), consumer, is_again=False)
 
+    async def peek(self, count: int) -> list[Group]:
+        looks: list[Command] = [
+            ("XREAD", "COUNT", count, "STREAMS", keys.completed, "0-0") for keys in self._shards.all
+        ]
+        with translate():
+            found = await self._scripts.channel.ask_many(looks)
+            answers = checked([None if is_wrong_type(each) else each for each in found])
+        rows = [
+            (shard, entry_id, fields[1].decode("utf-8", "replace"))
+            for shard, answer in enumerate(answers)
+            for _, entry_id, fields in stream_entries(answer)
+            if len(fields) > 1
+        ]
+        rows.sort(key=lambda row: _moment(row[1]))
+        return [
+            await self._group(group_id, facts, made, is_again=False)
+            for (_, _, group_id), (facts, made, _) in zip(rows[:count], await self._look(rows[:count]), strict=True)
+            if b"ended_by" in facts[::2]
+        ]
+
     def put_back(self, delivery: Delivery) -> None:
         self._in_hand.discard((delivery.shard, delivery.entry_id.encode()))
         self._look_back_at_s.clear()
@@ -219,18 +239,10 @@ class RedisRolloutStream:
         return f"{consumer}/{self._client_id}"
 
     async def _deliveries(self, rows: list[tuple[int, bytes, str]], consumer: str, *, is_again: bool) -> list[Delivery]:
-        commands: list[Command] = []
-        for shard, _, group_id in rows:
-            keys = self._shards.all[shard]
-            commands += [("HGETALL", keys.group(group_id)), ("HGETALL", keys.rollouts(group_id))]
-            commands.append(("HGET", keys.run, "head_version"))
-        with translate():
-            found_answers = await self._scripts.channel.ask_many(commands)
-            answers = checked([[] if is_wrong_type(each) else each for each in found_answers])
+        answers = await self._look(rows)
         found: list[Delivery] = []
         gone: dict[int, list[bytes]] = {}
-        for row, facts, made, head in zip(rows, answers[::3], answers[1::3], answers[2::3], strict=True):
-            shard, entry_id, group_id = row
+        for (shard, entry_id, group_id), (facts, made, head) in zip(rows, answers, strict=True):
             if not facts:  # cancelled after it was complete, or acknowledged by a call whose answer was lost
                 gone.setdefault(shard, []).append(entry_id)
                 continue
@@ -248,6 +260,18 @@ class RedisRolloutStream:
         for shard, entry_ids in gone.items():
             await self._drop(shard, entry_ids)
         return found
+
+    async def _look(self, rows: Sequence[tuple[int, bytes, str]]) -> list[tuple[Any, Any, Any]]:
+        """Return of each group its facts, its rollouts, and the head of its shard."""
+        commands: list[Command] = []
+        for shard, _, group_id in rows:
+            keys = self._shards.all[shard]
+            commands += [("HGETALL", keys.group(group_id)), ("HGETALL", keys.rollouts(group_id))]
+            commands.append(("HGET", keys.run, "head_version"))
+        with translate():
+            found = await self._scripts.channel.ask_many(commands)
+            answers = checked([[] if is_wrong_type(each) else each for each in found])
+        return list(zip(answers[::3], answers[1::3], answers[2::3], strict=True))
 
     def _stale(self, group: Group, head: int) -> list[Rollout]:
         if self._run.when_stale != "rerun":
@@ -370,6 +394,12 @@ def _translated(error: Exception) -> FabricError:
             raise error
     except FabricError as found:
         return found
+
+
+def _moment(entry_id: bytes) -> tuple[int, int]:
+    """Read when an entry was added, from its id."""
+    added_ms, _, index = entry_id.partition(b"-")
+    return int(added_ms), int(index)
 
 
 def stream_rows(answer: Any) -> list[tuple[str, list[Any]]]:

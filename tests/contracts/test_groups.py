@@ -577,3 +577,40 @@ async def test_turns_of_a_cancelled_group_can_not_be_pushed(world: World) -> Non
     assert await world.turns.push("a1", [turn_of(claim)]) == ["lost"]
     status = await world.board.run_status("r1")
     assert (status.depth, status.memory_bytes) == (0, 0)
+
+
+# ---- looking without taking
+
+
+async def test_a_look_shows_complete_groups_in_anybodys_hands_the_oldest_first_and_takes_none(world: World) -> None:
+    # Given three complete groups, on whatever shards, of which the first is in a consumer's hands, and an open one
+    names = ["g1", "g2", "g3"]
+    for name in names:
+        await push(world, name, size=1)
+        (claim,) = await world.trajectories.claim("a1", 1)
+        assert await settle(world, claim)
+        await world.set_clock_ahead(0.01)
+    await push(world, "g4", size=1)
+    held = await world.rollouts.receive("trainer", 1, 0.0)  # of each shard
+
+    # When one looks, twice
+    seen = [[group.group_id for group in await world.rollouts.peek(count)] for count in (10, 10, 2)]
+
+    # Then all complete ones are shown each time, and a consumer still gets what it would have
+    assert seen == [names, names, names[:2]]
+    assert all(len(group.rollouts) == 1 and not group.redelivered for group in await world.rollouts.peek(10))
+    for each in held:
+        await world.rollouts.acknowledge(each)
+    rest = sorted(set(names) - {each.group.group_id for each in held})
+    assert held
+    assert [group.group_id for group in await world.rollouts.peek(10)] == rest
+    got = [each for _ in rest for each in await world.rollouts.receive("trainer", 1, 0.0)]
+    assert sorted(each.group.group_id for each in got) == rest
+    assert not any(each.group.redelivered for each in got)
+
+
+async def test_a_look_shows_a_group_that_is_too_stale_to_be_delivered_and_runs_nothing_again(world: World) -> None:
+    await push(world, size=2)
+    await complete_too_stale(world)
+    assert [group.group_id for group in await world.rollouts.peek(10)] == ["g1"]
+    assert await world.trajectories.claim("a1", 2) == []

@@ -114,6 +114,7 @@ def test_the_doctor_lists_what_is_there() -> None:
         ("weights ls r", "nothing is published in run r yet"),
         ("rows ls", "every row can be read"),
         ("consume --run r --timeout 1", "stopped: no group came within 1 s"),
+        ("consume --run r --peek", "run r has no complete group that is not acknowledged"),
         ("api keys ls --file {keys}", "/keys holds no keys: `"),
         ("runs ls", "there are no runs on this broker"),
     ],

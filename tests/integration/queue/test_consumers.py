@@ -111,6 +111,24 @@ def totals(run: Run) -> tuple[int, int]:
     return status.depth, status.counters.get("groups_consumed", 0)
 
 
+def test_the_shell_looks_at_groups_and_they_are_all_still_there(url: str, fabric: Fabric, tmp_path: Path) -> None:
+    complete(url, *NAMES)
+    run = fabric.run("r")
+    look = [sys.executable, "-m", "rollfab", "consume", "--run", "r", "--peek", "--url", url]
+    printed = subprocess.run([*look, "--count", "2"], capture_output=True, text=True, check=True, timeout=60)
+    assert len(printed.stdout.splitlines()) == 2
+    written = subprocess.run(
+        [*look, "--output", str(tmp_path / "g.jsonl")], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert f"{len(NAMES)} groups written" in written.stdout
+    assert sorted(group.group_id for group in read_groups(tmp_path / "g.jsonl")) == NAMES
+    refused = subprocess.run([*look, "--count", "0"], capture_output=True, text=True, check=False, timeout=60)
+    assert refused.returncode == 1 and "count is 0, expected a whole number from 1 to 1000" in refused.stderr
+    got = list(run.groups(count=len(NAMES), timeout=PATIENCE_S))
+    assert sorted(group.group_id for group in got) == NAMES
+    assert not any(group.redelivered for group in got)
+
+
 def test_groups_of_a_killed_consumer_that_never_returns_go_to_another_one(url: str, fabric: Fabric) -> None:
     complete(url, *NAMES)
     with consumer(url, "gone") as gone:
