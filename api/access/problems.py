@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -101,13 +102,19 @@ async def _refused(_: Request, error: Exception) -> Response:
 async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     all_of_them = error.errors()
-    found = [
-        {"at": ".".join(map(str, each["loc"]))[:AT_LENGTH_MAX], "message": each["msg"]}
-        for each in all_of_them[:PROBLEM_COUNT_MAX]
-    ]
+    found = [_found(each) for each in all_of_them[:PROBLEM_COUNT_MAX]]
     text = "; ".join(f"{each['at']}: {each['message']}" for each in found)
     more = f"; and {len(all_of_them) - len(found):,} more" if len(all_of_them) > len(found) else ""
     return problem(422, "InputError", f"the request cannot be used: {text}{more}", {"problems": found})
+
+
+def _found(error: Mapping[str, Any]) -> dict[str, str]:
+    """Say where a request cannot be used, and why. Of a body that is no JSON the library gives a place, not a field."""
+    if error["type"] == "json_invalid":
+        *where, character = error["loc"]
+        why = error.get("ctx", {}).get("error", error["msg"])
+        return {"at": ".".join(where), "message": f"no JSON, from character {character} on: {why}"}
+    return {"at": ".".join(map(str, error["loc"]))[:AT_LENGTH_MAX], "message": error["msg"]}
 
 
 async def _http(request: Request, error: Exception) -> Response:
