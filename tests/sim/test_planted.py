@@ -9,6 +9,7 @@ from tests.sim.planted import PLANTS, planted
 from tests.sim.world import simulate
 
 SEED_COUNT = 300  # the rarest is found by one seed in a hundred
+LIKELY = (84, 120)  # seeds that find the rarest, looked at first
 
 
 @pytest.mark.slow
@@ -16,7 +17,7 @@ SEED_COUNT = 300  # the rarest is found by one seed in a hundred
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bug_is_found(name: str) -> None:
     with planted(name):
-        found = next((seed for seed in range(1, SEED_COUNT + 1) if simulate(draw(seed)).failure), None)
+        found = next((seed for seed in (*LIKELY, *range(1, SEED_COUNT + 1)) if simulate(draw(seed)).failure), None)
     assert found is not None, f"{SEED_COUNT} seeds did not find {name}"
     # And it is this bug that was found, not something that is there without it
     assert simulate(draw(found)).failure == ""

@@ -26,12 +26,12 @@ def walk(fabric: Processes, request: pytest.FixtureRequest) -> Run:
 
 
 def test_the_example_learns(fabric: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given the example, on a map that takes two moves, and for a quarter of its steps
+    # Given the example, on a map that takes two moves, and for half of its steps
     monkeypatch.setenv("ROLLFAB_URL", fabric.url)
     monkeypatch.chdir(tmp_path)
     source = EXAMPLE.read_text("utf-8")
     for old, new in (
-        ('"max_steps": 240', '"max_steps": 60'),
+        ('"max_steps": 240', '"max_steps": 120'),
         (
             'environment="frozenlake"',
             'environment="frozenlake", environment_options={"map": ["SFG"]}, turn_count_max=5',
@@ -49,13 +49,13 @@ def test_the_example_learns(fabric: Processes, tmp_path: Path, monkeypatch: pyte
     # Then the policy has learnt, workers have what was learnt, and every group was used once
     rewards = names["rewards"]
     assert rewards[0] < 0
-    assert sum(rewards[-3:]) / 3 > 0.5
+    assert sum(rewards[-3:]) / 3 > 0.9
     run = fabric.fabric.run("trl-lake")
-    assert run.head_version() == 15  # one version for four of the optimiser's steps, and the last
+    assert run.head_version() == 30  # one version for four of the optimiser's steps, and the last
     weights = run.weights()
     for name, each in names["trainer"].model.named_parameters():
         np.testing.assert_array_equal(weights[name], each.detach().numpy())
-    assert check_totals(fabric, run)["groups_consumed"] == 15 * 4
+    assert check_totals(fabric, run)["groups_consumed"] == 30 * 4
 
 
 def test_a_batch_is_the_rollouts_token_for_token(walk: Run, tmp_path: Path) -> None:

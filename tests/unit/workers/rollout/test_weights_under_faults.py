@@ -20,6 +20,7 @@ PART = 5  # seeds per test
 COUNT = 30  # times VERSION_COUNT versions
 FAULTS = "kill_worker stop_worker kill_trainer stop_trainer second_trainer fall_back fill_up spoil"
 PLANTED_COUNT = 30  # seeds in which a planted bug must show
+LIKELY = (28,)  # a seed that shows the rarest, looked at first
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def test_a_seed_replays_exactly() -> None:
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bug_is_found(name: str) -> None:
     with planted(name, PLANTS):
-        found = next((seed for seed in range(1, PLANTED_COUNT + 1) if _fails(seed)), None)
+        found = next((seed for seed in (*LIKELY, *range(1, PLANTED_COUNT + 1)) if _fails(seed)), None)
     assert found is not None, f"{PLANTED_COUNT} seeds did not find {name}"
     # And it is this bug that was found, not something that is there without it
     simulate(found)
