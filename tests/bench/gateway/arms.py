@@ -1,12 +1,14 @@
-"""The two arms of `rollfab bench gateway`: a vLLM OpenAI server asked directly, and the same server behind the fabric.
+"""The arms of `rollfab bench gateway`: a vLLM OpenAI server asked directly, and the same server behind the fabric.
 
 - The server is vLLM's own, started as a worker that is attached to it advises (--enable-scale-out). Behind the fabric
   it is attached to a worker by its URL; broker, controller, worker and gateway are processes of their own, and every
   call under way has a session of its own.
-- Both get chat messages by /v1/chat/completions from the same client, and make as many tokens of each: a token that
+- Two arms between them are floors. `told`: asked directly for what a rollout is made of, every token's id and
+  log-probability. `forwarded`: asked through a process that only passes bytes on.
+- All get chat messages by /v1/chat/completions from the same client, and make as many tokens of each: a token that
   ends answers is never the likeliest. Lengths are checked in every round.
-- Every call has a connection of its own, in both arms.
-- No prompt comes twice to the server, so prefix caching helps neither arm.
+- Every call has a connection of its own, in every arm.
+- No prompt comes twice to the server, so prefix caching helps no arm.
 - Where there are two cores, vLLM's EngineCore has one for itself, as an engine on a GPU computes beside all others.
 """
 
@@ -17,9 +19,9 @@ import os
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +41,8 @@ from tests.unit.fabric.chat.families import FAMILIES, build_tokenizer
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 from tests.vllm.attached.server_process import Server, served
 
+from .forward import forwarding
+
 FAMILY = "qwen2.5"
 SEED = 7
 SLOT_COUNT = 64
@@ -49,6 +53,7 @@ SERVER_WORDS = (
     f"--max-num-seqs {SLOT_COUNT} --max-model-len 512 --kv-cache-memory-bytes 268435456 --no-skip-tokenizer-init"
     " --enable-scale-out"
 ).split()
+TOLD = {"logprobs": True, "return_token_ids": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +79,11 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a client asks. url: up to /v1."""
+    """Where a client asks. url: up to /v1. fields: what it asks for beside the rest."""
 
     url: str
     key: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Prompts:
@@ -135,6 +141,9 @@ class Stage:
         }.items():
             place = {"ROLLFAB_URL": self._broker.url}
             self._supervisor.add(role, [role, *words], is_restarted=False, environment=place)
+        port = free_port()
+        self._forwarder = f"http://127.0.0.1:{port}"
+        self._forwarding = enter(forwarding(self._server.url, port))
         self._run = self._open_run(enter(connect(self._broker.url)))
         self._run.publish(tensors, version=0)
         self._runner.run(self._until_healthy())
@@ -177,6 +186,16 @@ class Stage:
         places = [Place(url=self._server.url)] * load.concurrency
         return self._runner.run(self._play(places, load, prompts))
 
+    def told(self, load: Load, prompts: list[str]) -> Round:
+        """Ask the server for log-probabilities and the tokens' ids too."""
+        places = [Place(url=self._server.url, fields=TOLD)] * load.concurrency
+        return self._runner.run(self._play(places, load, prompts))
+
+    def forwarded(self, load: Load, prompts: list[str]) -> Round:
+        """Ask the process that passes bytes on."""
+        places = [Place(url=self._forwarder)] * load.concurrency
+        return self._runner.run(self._play(places, load, prompts))
+
     def through(self, load: Load, prompts: list[str]) -> Round:
         """Ask the gateway, in sessions that are opened before and ended after what is measured."""
         return self._runner.run(self._through(load, prompts))
@@ -212,7 +231,7 @@ class Stage:
         async def one(client: aiohttp.ClientSession, place: Place) -> None:
             for _ in range(load.calls_each):
                 prompt = waiting.pop()
-                body = {**fields, "messages": [{"role": "user", "content": prompt}]}
+                body = {**fields, **place.fields, "messages": [{"role": "user", "content": prompt}]}
                 start_s = time.perf_counter()
                 answer = await _post(client, f"{place.url}/v1/chat/completions", place.key, body)
                 latencies_ms.append(1000 * (time.perf_counter() - start_s))
@@ -236,6 +255,7 @@ class Stage:
         """CPU seconds so far, by process."""
         server = self._server.process.pid
         pids = {"client": os.getpid(), "broker": self._broker.pid, "server": server}
+        pids["forwarder"] = self._forwarding.pid
         pids |= {name: child.pid for name, child in self._supervisor.children.items() if child.pid}
         cores = sum(map(process_cpu_s, child_pids(server)))
         return {**{name: process_cpu_s(pid) for name, pid in pids.items()}, "engine core": cores}

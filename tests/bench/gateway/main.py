@@ -1,7 +1,9 @@
 """`rollfab bench gateway`: what a call costs more through the gateway than at the vLLM server behind it.
 
-- Rounds alternate, direct then through the gateway, after one of each that does not count. An overhead is what two
-  neighbours differ by, a ratio their tokens per second; reported are medians of the rounds, with lowest and highest.
+- Rounds of all arms alternate, after one of each that does not count. An overhead is what two arms of one turn differ
+  by, a ratio their tokens per second; reported are medians of the rounds, with lowest and highest.
+- Beside the server asked for text stands what a rollout needs: the same server asked for every token's id and
+  log-probability (`told`), and a process that only passes bytes on (`forwarded`), which no gateway goes below.
 - The P99 is that of all calls of an arm, as a round has too few.
 - Answers of one token, one at a time, show the way alone. With longer ones, steps of the engine on a CPU vary by more
   than the way costs; they are also somewhat faster where more processes keep the machine awake.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +31,7 @@ BROKER_TRIPS = 4
 FLOOR_COUNT = 300
 AGREE = Load(concurrency=4, calls_each=2, completion_tokens=16, prompt_letters=60)
 AGREE_FRACTION_MIN = 0.75  # a near tie may go either way where batches differ
+ARMS = ("direct", "told", "forwarded", "through")
 GOALS = {"overhead_p50_ms": 10.0, "overhead_p99_ms": 30.0, "tokens_ratio": 0.95}
 
 
@@ -109,30 +113,32 @@ def _ended(text: str) -> str:
 
 
 def _measure(stage: Stage, load: Load, round_count: int) -> dict[str, Any]:
-    arms = {name: lambda arm=arm: arm(load, stage.prompts.take(load)) for name, arm in _arms(stage).items()}
+    arms = {name: lambda name=name: getattr(stage, name)(load, stage.prompts.take(load)) for name in ARMS}
     alternate(arms, 1)  # connections, caches
-    rounds = alternate(arms, round_count)
-    return row(load, rounds["direct"], rounds["through"])
+    return row(load, alternate(arms, round_count))
 
 
-def _arms(stage: Stage) -> dict[str, Any]:
-    return {"direct": stage.direct, "through": stage.through}
-
-
-def row(load: Load, direct: list[Round], through: list[Round]) -> dict[str, Any]:
-    """Compute the figures of one load from the rounds of its arms, which are neighbours pair by pair."""
-    pairs = list(zip(direct, through, strict=True))
-    p50 = Figure(tuple(_latency(ours, 0.5) - _latency(theirs, 0.5) for theirs, ours in pairs))
-    ratio = Figure(tuple(_rate(ours) / _rate(theirs) for theirs, ours in pairs))
-    arms = {"direct": _arm(direct), "through": _arm(through)}
+def row(load: Load, rounds: Mapping[str, list[Round]]) -> dict[str, Any]:
+    """Compute the figures of one load from the rounds of its arms, which are neighbours turn by turn."""
     return {
         "concurrency": load.concurrency,
+        **_beside(rounds["direct"], rounds["through"]),
+        "beside_told": _beside(rounds["told"], rounds["through"]),
+        "floor": _beside(rounds["direct"], rounds["forwarded"]),
+        **{name: _arm(each) for name, each in rounds.items()},
+    }
+
+
+def _beside(theirs: list[Round], ours: list[Round]) -> dict[str, Any]:
+    pairs = list(zip(theirs, ours, strict=True))
+    p50 = Figure(tuple(_latency(our, 0.5) - _latency(their, 0.5) for their, our in pairs))
+    ratio = Figure(tuple(_rate(our) / _rate(their) for their, our in pairs))
+    return {
         "overhead_p50_ms": p50.median,
         "overhead_p50_spread": p50.spread,
-        "overhead_p99_ms": arms["through"]["latency_p99_ms"] - arms["direct"]["latency_p99_ms"],
+        "overhead_p99_ms": _arm(ours)["latency_p99_ms"] - _arm(theirs)["latency_p99_ms"],
         "tokens_ratio": ratio.median,
         "tokens_ratio_spread": ratio.spread,
-        **arms,
     }
 
 
@@ -159,29 +165,34 @@ def _rate(one: Round) -> float:
     return one.token_count / one.duration_s
 
 
+PAIRS = {"gateway beside direct": None, "gateway beside told": "beside_told", "forwarded beside direct": "floor"}
+
+
 def _print_table(report: Report) -> None:
     found = json.loads(report.json())["results"]
     rows, notes = [], []
     for each in [*found["rows"], found["way"]]:
-        low, high = each["overhead_p50_spread"]
-        ratio_low, ratio_high = each["tokens_ratio_spread"]
-        rows.append(
-            [
-                f"{each['concurrency']}{', one token' if each is found['way'] else ''}",
-                number(each["direct"]["latency_p50_ms"]),
-                number(each["through"]["latency_p50_ms"]),
-                f"{number(each['overhead_p50_ms'])}  ({number(low)} to {number(high)})",
-                number(each["overhead_p99_ms"]),
-                f"{each['tokens_ratio']:.2f}  ({ratio_low:.2f} to {ratio_high:.2f})",
-            ]
-        )
-        for name in () if each is found["way"] else ("direct", "through"):
+        what = f"{each['concurrency']}{', one token' if each is found['way'] else ''}"
+        for pair, key in PAIRS.items():
+            figures = each if key is None else each[key]
+            low, high = figures["overhead_p50_spread"]
+            ratio_low, ratio_high = figures["tokens_ratio_spread"]
+            rows.append(
+                [
+                    what if key is None else "",
+                    pair,
+                    f"{number(figures['overhead_p50_ms'])}  ({number(low)} to {number(high)})",
+                    number(figures["overhead_p99_ms"]),
+                    f"{figures['tokens_ratio']:.2f}  ({ratio_low:.2f} to {ratio_high:.2f})",
+                ]
+            )
+        for name in ARMS:
             shares = ", ".join(f"{process} {ms:.1f}" for process, ms in each[name]["cpu_ms_per_call"].items())
-            notes.append(f"{each['concurrency']} at once, {name}: CPU ms per call {shares}")
+            notes.append(f"{what} at once, {name}: {number(each[name]['latency_p50_ms'])} ms; CPU ms per call {shares}")
     notes.append(
         f"floor {number(found['floor_ms'])} ms: a hop of {number(found['gateway_hop_ms'])} ms, and {BROKER_TRIPS} "
         f"round trips to the broker of {number(found['broker_trip_ms'])} ms; goals: overhead under "
         f"{GOALS['overhead_p50_ms']:g} ms (P99 {GOALS['overhead_p99_ms']:g}), ratio {GOALS['tokens_ratio']:g}"
     )
-    columns = ["calls at once", "direct, ms", "gateway, ms", "overhead, ms", "overhead P99, ms", "tokens/s ÷ direct"]
+    columns = ["calls at once", "arms", "overhead, ms", "overhead P99, ms", "tokens/s, ratio"]
     show("rollfab bench gateway", columns, rows, [*notes, f"machine: {report.machine}"])

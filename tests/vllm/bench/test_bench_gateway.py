@@ -1,4 +1,4 @@
-"""`rollfab bench gateway --quick` with a real vLLM server: both arms do the same work, figures follow from it."""
+"""`rollfab bench gateway --quick` with a real vLLM server: all arms do the same work, figures follow from it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from tests.bench.gateway.main import QUICK
+from tests.bench.gateway.main import ARMS, QUICK
 
 
 @pytest.mark.slow
 @pytest.mark.redis
 @pytest.mark.timeout(400)
-def test_a_quick_run_reports_both_arms_at_every_concurrency() -> None:
+def test_a_quick_run_reports_every_arm_at_every_concurrency() -> None:
     command = [sys.executable, "-m", "rollfab", "bench", "gateway", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -27,17 +27,24 @@ def test_a_quick_run_reports_both_arms_at_every_concurrency() -> None:
 
     assert results["gateway_way_p50_ms"] == results["way"]["overhead_p50_ms"]
     for row, load in zip(results["rows"], QUICK.loads, strict=True):
-        direct, through = row["direct"], row["through"]
-        # As many calls in both arms (the lengths of all answers are checked as they come), each with its time
+        direct, told, forwarded, through = arms = [row[name] for name in ARMS]
+        # As many calls in every arm (the lengths of all answers are checked as they come), each with its time
         calls = load.concurrency * load.calls_each * QUICK.round_count
-        assert direct["call_count"] == through["call_count"] == calls
-        for arm in (direct, through):
+        for arm in arms:
+            assert arm["call_count"] == calls
             assert 0 < arm["latency_p50_ms"] <= arm["latency_p99_ms"] and arm["tokens_per_s"] > 0
-        everybody = {"client", "broker", "server", "controller", "worker", "gateway", "engine core"}
+        everybody = {"client", "broker", "server", "controller", "worker", "gateway", "forwarder", "engine core"}
         assert set(through["cpu_ms_per_call"]) == everybody and through["cpu_ms_per_call"]["engine core"] > 0
+        # The floor did pass bytes on, and only there
+        passing = [arm["cpu_ms_per_call"]["forwarder"] for arm in arms]
+        assert max(passing) == passing[ARMS.index("forwarded")] > 0
         # And the figures are those of the rounds
         p99 = through["latency_p99_ms"] - direct["latency_p99_ms"]
         assert results[f"gateway_overhead_p99_ms_{load.concurrency}"] == pytest.approx(p99)
+        told_p99 = through["latency_p99_ms"] - told["latency_p99_ms"]
+        assert row["beside_told"]["overhead_p99_ms"] == pytest.approx(told_p99)
+        floor_p99 = forwarded["latency_p99_ms"] - direct["latency_p99_ms"]
+        assert row["floor"]["overhead_p99_ms"] == pytest.approx(floor_p99)
         for name in ("overhead_p50", "tokens_ratio"):
             unit = "_ms" if name == "overhead_p50" else ""
             low, high = row[f"{name}_spread"]

@@ -1,7 +1,8 @@
 """HTTP to a vLLM OpenAI server: calls that answer once, and calls that stream.
 
-- Every request has a connection of its own: ending one at the server means closing its connection, and a server that
-  answered 500 has dropped the connection anyway.
+- A connection carries one request at a time, as ending one at the server means closing its connection. A stream that
+  came to its end leaves its connection to the next stream for KEPT_S. A call has a connection of its own: one that the
+  server closes just then would lose the call, where a stream is asked again.
 - An attempt may be cut from another task; from that moment on not one more event comes out of it.
 - Every failure leaves as an EngineError that names the URL, the cause and the next step. The key is never shown.
 """
@@ -21,6 +22,7 @@ from .....fabric.contract.errors import ConfigError, EngineError, EngineTimeout
 
 CONNECT_S = 10.0
 CALL_S = 60.0
+KEPT_S = 2.0  # vLLM closes an idle connection after 5 s
 TEXT_MAX = 500  # of a server's own words: enough to recognise the cause
 UNIX = "unix://"
 EVENT_PREFIX, LAST_EVENT = b"data: ", b"[DONE]"
@@ -52,29 +54,29 @@ class Client:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
         self._is_closed = False
 
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The session, made with the first call, in the loop that uses it."""
+    def session(self, *, keeps: bool = False) -> aiohttp.ClientSession:
+        """Return the session, made at first use, in the loop that uses it. keeps: connections are used again."""
         if self._is_closed:
             raise EngineError(f"the connection to vLLM server {self.url} is closed", url=self.url)
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
+        if keeps not in self._sessions:
+            limits: dict[str, Any] = {"limit": 0, **({"keepalive_timeout": KEPT_S} if keeps else {"force_close": True})}
+            self._sessions[keeps] = aiohttp.ClientSession(
                 headers=self._headers,
-                connector=aiohttp.UnixConnector(self._socket, limit=0, force_close=True)
+                connector=aiohttp.UnixConnector(self._socket, **limits)
                 if self._socket
-                else aiohttp.TCPConnector(limit=0, force_close=True),
+                else aiohttp.TCPConnector(**limits),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             )
-        return self._session
+        return self._sessions[keeps]
 
     async def close(self) -> None:
-        """Close the connection, which ends every attempt."""
+        """Close the connections, which ends every attempt."""
         self._is_closed = True
-        session, self._session = self._session, None
-        if session is not None:
+        while self._sessions:
+            _, session = self._sessions.popitem()
             await session.close()
 
     async def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = CALL_S) -> Reply:
@@ -86,7 +88,7 @@ class Client:
         data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         with self.translated(timeout_s):
-            async with self.session.request(method, self.base + path, data=data, timeout=timeout) as response:
+            async with self.session().request(method, self.base + path, data=data, timeout=timeout) as response:
                 return _reply(response.status, await response.read())
 
     async def ask(self, method: str, path: str, body: Any = None, *, timeout_s: float = CALL_S) -> Any:
@@ -182,7 +184,7 @@ class Attempt:
         Opens it in a task: a connection that is being made has nothing to close yet.
         """
         client, data = self._client, orjson.dumps(self._body)
-        self._opening = asyncio.ensure_future(client.session.post(client.base + self._path, data=data))
+        self._opening = asyncio.ensure_future(client.session(keeps=True).post(client.base + self._path, data=data))
         await asyncio.wait({self._opening})
         if self._opening.cancelled():
             return None
