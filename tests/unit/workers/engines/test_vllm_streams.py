@@ -53,10 +53,18 @@ def test_a_pace_is_told_once_enough_tokens_have_come_after_the_first() -> None:
 
 
 class PlayedServer:
-    """Makes tokens 0, 1, 2 … of any request, in pieces as it was asked to; bodies: what it was asked."""
+    """Makes tokens 0, 1, 2 … of any request, in pieces as it was asked to.
+
+    Attributes:
+        bodies: what it was asked.
+        connections: the transport of each request.
+        drops: a request that comes on a connection which has carried one is dropped with it.
+    """
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.connections: list[Any] = []
+        self.drops = False
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -64,6 +72,10 @@ class PlayedServer:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        is_kept = request.transport in self.connections
+        self.connections.append(request.transport)
+        if is_kept and self.drops and request.transport:
+            request.transport.abort()
         count, interval = body["max_tokens"], body["stream_interval"]
         ends = [1, *range(1 + interval, count, interval), count]
         response = web.StreamResponse()
@@ -118,6 +130,22 @@ async def test_tokens_come_one_by_one_where_a_stop_text_is_looked_for(tmp_path: 
     async with streaming(tmp_path) as (streams, _):
         await pieces(streams, "first")
         assert await pieces(streams, "second", stop=("END",)) == [1] * 50
+
+
+async def test_a_connection_that_came_to_its_end_carries_the_next_request(tmp_path: Path) -> None:
+    async with streaming(tmp_path) as (streams, server):
+        await pieces(streams, "first")
+        await pieces(streams, "second")
+        assert server.connections[0] is server.connections[1]
+
+
+async def test_a_request_that_a_kept_connection_loses_is_asked_again(tmp_path: Path) -> None:
+    async with streaming(tmp_path) as (streams, server):
+        server.drops = True
+        await pieces(streams, "first")
+        await pieces(streams, "second")
+        first, lost, again = server.connections
+        assert lost is first and again is not first
 
 
 def test_the_likeliest_tokens_are_read_in_order_and_what_was_cut_is_marked() -> None:
