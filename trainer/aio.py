@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Literal
@@ -23,8 +23,10 @@ from ..fabric.contract.errors import (
     ConfigError,
     EngineUnsupported,
     EnvironmentUnknown,
+    InputError,
     RewardUnknown,
     RunUnknown,
+    VersionConflict,
     VersionUnknown,
     WeightError,
     WireError,
@@ -56,6 +58,8 @@ OFFERED = {  # error; the thing; who offers it; how to offer one
     "environment": (EnvironmentUnknown, "environment", "agent worker", "an agent with `rollfab agent --environment"),
     "reward": (RewardUnknown, "reward function", "reward worker", "a reward worker with `rollfab reward --reward"),
 }
+EVALUATION_SUFFIX = "-eval"
+EVALUATION_SHARE = 0.1  # of what the run itself gets of the workers
 HEAL_S, HEAL_LOOK_S = 10.0, 0.25  # how long a read waits for damage to be mended, and how often it looks
 
 
@@ -121,6 +125,39 @@ class AsyncFabric:
             await self._check_offered("reward", config.reward)
         await _check_able(self._ports, config)
         return self._open(await self._ports.board.create_run(config))
+
+    async def evaluation(
+        self, run_id: str, version: int | None = None, *, name: str | None = None, **settings: Any
+    ) -> AsyncRun:
+        """Open a run beside another one, pinned to one version of its weights, bit for bit; training goes on meanwhile.
+
+        Its tasks, groups and share of the workers are its own. The next evaluation takes the same run on to a newer
+        version, by a delta; an older one needs another `name`.
+
+        Args:
+            run_id: the run whose weights are evaluated.
+            version: a version that the run holds. Default: its head, or, if the evaluation is under way, its own.
+            name: of the evaluation's run. Default: `run_id` and "-eval".
+            **settings: fields of RunConfig that differ from the run's. `weight`, its share of the workers, is
+                EVALUATION_SHARE of the run's by default; its staleness is 0.
+
+        Raises:
+            RunUnknown: there is no run `run_id`.
+            VersionUnknown: the run does not hold that version, or none is published yet.
+            VersionConflict: the evaluation is at another version, and has groups that nobody consumed, or is newer.
+            InputError, EnvironmentUnknown, RewardUnknown: as for `run`.
+        """
+        trained = await self.run(run_id)
+        name = name or f"{run_id}{EVALUATION_SUFFIX}"
+        check_settings(name, settings)
+        own = {"weight": EVALUATION_SHARE * trained.config.weight, "staleness": 0, **settings}
+        if own["staleness"] != 0:
+            raise InputError(f"run {name!r}: staleness is {own['staleness']!r}, of an evaluation it is 0: leave it out")
+        config = replace(trained.config, **own, run_id=name)
+        given = {each.name: getattr(config, each.name) for each in fields(config)}
+        evaluation = await self.run(given.pop("run_id"), **given)
+        await pin(trained, evaluation, version)
+        return evaluation
 
     def _open(self, config: RunConfig) -> AsyncRun:
         run = AsyncRun(self._ports, config, self._open_ledgers)
@@ -455,6 +492,35 @@ class AsyncRun:
         """Return the run in numbers."""
         self._home.check()
         return await self._ports.board.run_status(self.run_id)
+
+
+async def pin(trained: AsyncRun, evaluation: AsyncRun, version: int | None) -> None:
+    """Have an evaluation's run hold a version of another one's, and none that is newer.
+
+    Raises:
+        VersionUnknown: the other run does not hold it.
+        VersionConflict: there is work of another version, or a newer version.
+    """
+    held, depth = await evaluation.head_version(), (await evaluation.status()).depth
+    goal = version if version is not None else held if depth else await trained.head_version()
+    if held == goal >= 0:
+        return
+    step = f"or evaluate version {goal} beside it: evaluation({trained.run_id!r}, {goal}, name=…)"
+    if depth:
+        raise VersionConflict(
+            f"run {evaluation.run_id!r} evaluates version {held}, and {depth} trajectories of it are not consumed yet: "
+            f"take its groups with groups(), or cancel them, {step}",
+            version=goal,
+            head=held,
+        )
+    if held > goal:
+        raise VersionConflict(
+            f"run {evaluation.run_id!r} has evaluated version {held}, and cannot go back to {goal}: evaluate a newer "
+            f"one, {step}",
+            version=goal,
+            head=held,
+        )
+    await evaluation.publish(await trained.weights(goal), version=goal)
 
 
 async def connect(url: str | None = None, *, client_name: str = "trainer") -> AsyncFabric:

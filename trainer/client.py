@@ -195,6 +195,10 @@ class Fabric:
             self._loop, self._loop.call(self._fabric.run(run_id, model=model, environment=environment, **settings))
         )
 
+    def evaluation(self, run_id: str, version: int | None = None, *, name: str | None = None, **settings: Any) -> Run:
+        """Open a run beside another one, pinned to one version of its weights. See `AsyncFabric.evaluation`."""
+        return Run(self._loop, self._loop.call(self._fabric.evaluation(run_id, version, name=name, **settings)))
+
     def runs(self) -> dict[str, RunConfig]:
         """Return every run on this broker."""
         return self._loop.call(self._fabric.runs())

@@ -39,7 +39,7 @@ from ..access.problems import Refused
 
 log = logging.getLogger(__name__)
 
-ADDRESS = re.compile(r"\b[a-z][a-z+]*://[^\s'\"]+")
+ADDRESS = re.compile(r"\b(?!tinker://)[a-z][a-z+]*://[^\s'\"]+")
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 TYPES: dict[int, tuple[str, str]] = {  # status → OpenAI's and Anthropic's type of error
     401: ("authentication_error", "authentication_error"),

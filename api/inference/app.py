@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +24,14 @@ from ...fabric.contract.sampling import shown
 from ...fabric.host.helpers import end_all
 from ...fabric.ports.inference import Completions, Inference, Prompt, ServerFacts
 from ..access.connections import BodyLimit
-from ..gateway.body import Body, read_json
 from ..gateway.config import GatewayConfig, check_gateway
 from ..gateway.door import Door, unless_gone
 from ..gateway.problems import answer, problem_answer, problem_of
 from ..server import run
 from . import sglang, vllm
 from .control import CONTROLS, REFUSED, Control
-from .fields import session_of
+from .fields import read_body, session_of
+from .samplers import SAMPLERS, Samplers
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,17 @@ def make_inference(inference: Inference, config: GatewayConfig, *, clock: Clock 
         ConfigError: the settings are impossible, or not safe.
     """
     check_gateway(config)
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     clock = clock or SystemClock()
-    routes = _Routes(inference, Door(NO_SESSIONS, config, clock), clock).all()
+    door = Door(NO_SESSIONS, config, clock)
+    samplers = Samplers(inference, door)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await samplers.close()
+
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    routes = _Routes(inference, samplers, door, clock).all()
     app.include_router(routes)
     app.include_router(routes, prefix="/k/{key}")
     app.add_exception_handler(HTTPException, _unrouted)
@@ -90,8 +99,9 @@ NO_SESSIONS = _NoSessions()
 class _Routes:
     """The routes, and what each does."""
 
-    def __init__(self, inference: Inference, door: Door, clock: Clock) -> None:
+    def __init__(self, inference: Inference, samplers: Samplers, door: Door, clock: Clock) -> None:
         self._inference = inference
+        self._samplers = samplers
         self._clock = clock
         self._door = door
         self._control = Control(inference)
@@ -107,6 +117,8 @@ class _Routes:
         self._guard(routes, ("GET",), "/v1/models", self._models)
         for methods, path, name in CONTROLS:
             self._guard(routes, methods, path, getattr(self._control, name))
+        for methods, path, name in SAMPLERS:
+            self._guard(routes, methods, path, getattr(self._samplers, name))
         for path in REFUSED:
             self._guard(routes, ("POST", "GET"), path, self._control.refuse)
         return routes
@@ -123,20 +135,20 @@ class _Routes:
 
     async def _generate(self, request: Request) -> Response:
         with self._door.room():
-            asked = await _read(request, vllm.read_generate)
+            asked = await read_body(request, vllm.read_generate)
             made = await self._made(request, asked.prompt)
         return answer(vllm.generated(asked, made, self._head(), asked.prompt.request_id or new_request_id()))
 
     async def _completions(self, request: Request) -> Response:
         with self._door.room():
-            asked = await _read(request, vllm.read_completions)
+            asked = await read_body(request, vllm.read_completions)
             made = await self._made(request, asked.prompt)
         name = asked.prompt.request_id or f"cmpl-{new_request_id()}"
         return answer(vllm.completed(asked, made, self._head(), name, await self._texts(made)))
 
     async def _sglang(self, request: Request) -> Response:
         with self._door.room():
-            asked = await _read(request, sglang.read_generate)
+            asked = await read_body(request, sglang.read_generate)
             asked = replace(asked, prompts=[_with_id(each) for each in asked.prompts])
             session = session_of(request)
             work = [self._inference.generate(replace(each, session=session)) for each in asked.prompts]
@@ -167,13 +179,6 @@ class _Routes:
 def _model(facts: ServerFacts) -> dict[str, Any]:
     card: dict[str, Any] = {"id": facts.model, "object": "model", "created": 0, "owned_by": "rollfab"}
     return {**card, "root": facts.model, "parent": None, "max_model_len": facts.context_tokens_max or None}
-
-
-async def _read(request: Request, read: Callable[[Body], Any]) -> Any:
-    body = Body(read_json(await request.body()))
-    asked = read(body)
-    body.close()
-    return asked
 
 
 async def _all(work: list[Coroutine[Any, Any, Completions]]) -> list[Completions]:

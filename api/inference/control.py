@@ -51,7 +51,10 @@ COLLECTIVE = (
 SLEEP = "the fleet's workers are lent and put to sleep by their controller: leave this call out"
 ADAPTERS = "there are no adapters: merge them into the weights before these are published"
 LABEL = "versions are counted, not labelled: give weight_version with the weights themselves"
-REFUSED = {  # routes that there are at vLLM or SGLang, and why not here
+TRAINING = "nothing is trained here: your trainer publishes its weights, and these routes sample with them"
+TRAINED = "create_model forward forward_backward optim_step save_weights save_weights_for_sampler load_weights"
+REFUSED = {  # routes that there are at vLLM, SGLang or Tinker, and why not here
+    **{f"/api/v1/{name}": TRAINING for name in TRAINED.split()},
     "/init_weight_transfer_engine": COLLECTIVE,
     "/shutdown_weight_transfer_engine": COLLECTIVE,
     "/start_weight_update": COLLECTIVE,
@@ -95,7 +98,7 @@ class Control:
 
     async def refuse(self, request: Request) -> Response:
         """Say why a route is not here."""
-        path = next(each for each in REFUSED if request.url.path.endswith(each))
+        path = max((each for each in REFUSED if request.url.path.endswith(each)), key=len)
         raise Refused(400, "not_offered", f"{path} is not offered: {REFUSED[path]}")
 
     async def info(self, _: Request) -> Response:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.requests import Request
@@ -15,7 +15,9 @@ from ...fabric.contract.limits import PROMPT_TOKENS_MAX
 from ...fabric.contract.records import Int32
 from ...fabric.contract.sampling import check_sampling, is_whole, shown
 from ...fabric.ports.inference import ANY, Pin
-from ..gateway.body import Body, take_count, take_sampling, take_top
+from ..gateway.body import Body, read_json, take_count, take_sampling, take_top
+
+T = TypeVar("T")
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-correlation-id")  # vLLM's routers', SGLang's, others'
 SESSION_LENGTH_MAX = 256
@@ -45,6 +47,14 @@ class Sampled:
     count: int
     ends_at_eos: bool
     top_count: int | None
+
+
+async def read_body(request: Request, read: Callable[[Body], T]) -> T:
+    """Return what `read` makes of a request's body, which must have taken all of it. Raises InputError."""
+    body = Body(read_json(await request.body()))
+    found = read(body)
+    body.close()
+    return found
 
 
 def token_ids(value: Any, name: str) -> Int32:

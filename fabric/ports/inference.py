@@ -75,12 +75,15 @@ class Made:
 
     token_ids: with the one that ended it. logprobs: natural log, of the distribution that tokens were drawn from. tops:
     per token the likeliest ones, likeliest first, as (id, log-probability); empty: not asked for. stretches cover it.
+    prompt_logprobs, prompt_tops: the same of the prompt's tokens, in the first completion alone; NaN: the first token.
     """
 
     token_ids: Sequence[int] = field(repr=False)
     logprobs: Sequence[float] = field(repr=False)
     finish: str
     tops: Sequence[Sequence[tuple[int, float]]] = field(default=(), repr=False)
+    prompt_logprobs: Sequence[float] = field(default=(), repr=False)
+    prompt_tops: Sequence[Sequence[tuple[int, float]]] = field(default=(), repr=False)
     stretches: Sequence[Stretch] = ()
     resumed: bool = False
 

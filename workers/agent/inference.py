@@ -252,7 +252,7 @@ class FleetInference:
         sampling = sampling_from(check_sampling({**stated, **own}, "the request"))
         if prompt.ends_at_eos:
             sampling = with_ends(sampling, self._model.ends)
-        return [_seeded(sampling, place) for place in range(prompt.count)]
+        return [_placed(sampling, place) for place in range(prompt.count)]
 
     async def _check_pin(self, pin: Pin) -> None:
         """Raises VersionUnmet: nothing that begins now could meet it."""
@@ -287,7 +287,7 @@ class FleetInference:
             asking = self._carriers.ask(carrier, self._caller, job)
             request.turns[asking] = carrier, job
             try:
-                return _made(await asyncio.shield(asking))
+                return _made(await asyncio.shield(asking), len(prompt.token_ids))
             except asyncio.CancelledError:
                 if not asking.cancelled():
                     self._caller.cancel(carrier.claim, job)
@@ -316,8 +316,8 @@ class FleetInference:
 _ABORTED = Made(token_ids=(), logprobs=(), finish=ABORT)
 
 
-def _made(result: TurnResult) -> Made:
-    """Read a turn's result. Raises EngineUnsupported, EngineError."""
+def _made(result: TurnResult, prompt_count: int) -> Made:
+    """Read the result of a turn whose prompt has so many tokens. Raises EngineUnsupported, EngineError."""
     if result.finish_reason == "cancelled":
         return _ABORTED
     if result.finish_reason == "refused":
@@ -325,28 +325,33 @@ def _made(result: TurnResult) -> Made:
         raise EngineUnsupported(f"the engine refused the request: {result.error}", is_over_context=is_over)
     if result.finish_reason not in DONE:
         raise EngineError(f"the engine failed: {result.error}")
+    told = dense(result.sides, "prompt_logprobs", -prompt_count, 0)
     return Made(
         token_ids=result.completion_ids.tolist(),
         logprobs=result.logprobs.tolist(),
         finish=result.finish_reason,
-        tops=_tops(result),
+        tops=_tops(result, "top", 0, len(result.completion_ids)),
+        prompt_logprobs=[] if told is None else told.tolist(),
+        prompt_tops=_tops(result, "prompt_top", -prompt_count, 0),
         stretches=[Stretch(span.start, span.end, span.policy_version) for span in result.spans],
         resumed=result.resumed,
     )
 
 
-def _tops(result: TurnResult) -> list[list[tuple[int, float]]]:
-    count = len(result.completion_ids)
-    ids, logprobs = (dense(result.sides, name, 0, count) for name in ("top_ids", "top_logprobs"))
+def _tops(result: TurnResult, what: str, start: int, end: int) -> list[list[tuple[int, float]]]:
+    ids, logprobs = (dense(result.sides, f"{what}_{name}", start, end) for name in ("ids", "logprobs"))
     if ids is None or logprobs is None:
         return []
     rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
     return [[pair for pair in zip(*row, strict=True) if pair[0] >= 0] for row in rows]
 
 
-def _seeded(sampling: Sampling, place: int) -> Sampling:
-    seed = sampling.seed
-    return sampling if seed is None or not place else replace(sampling, seed=(seed + place) % (SEED_MAX + 1))
+def _placed(sampling: Sampling, place: int) -> Sampling:
+    """Return the sampling of one completion: each has a seed of its own, and the first alone tells of the prompt."""
+    if not place:
+        return sampling
+    seed = None if sampling.seed is None else (sampling.seed + place) % (SEED_MAX + 1)
+    return replace(sampling, seed=seed, prompt_logprobs=None)
 
 
 def _unmet(why: str, head: int) -> VersionUnmet:

@@ -46,6 +46,7 @@ from .forward import forwarding
 FAMILY = "qwen2.5"
 SEED = 7
 SLOT_COUNT = 64
+RUN_IDS = "ids"  # for calls with token ids; the worker is lent to the run that has work
 START_S = 120.0
 CALL_S = 120.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -58,12 +59,37 @@ TOLD = {"logprobs": True, "return_token_ids": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """A round: so many calls at once, each followed by the next. prompt_letters: of the user's message."""
+    """A round: so many calls at once, each followed by the next.
+
+    prompt_letters: of the user's message; or so many tokens, where is_ids: token ids are posted, not messages.
+    """
 
     concurrency: int
     calls_each: int
     completion_tokens: int
     prompt_letters: int
+    is_ids: bool = False
+
+    @property
+    def path(self) -> str:
+        """Where its calls go."""
+        return "/inference/v1/generate" if self.is_ids else "/v1/chat/completions"
+
+    def body(self, prompt: str, model: str) -> dict[str, Any]:
+        """Make a call's body."""
+        if self.is_ids:
+            sampling = {"max_tokens": self.completion_tokens, "temperature": 0, "logprobs": 1, "detokenize": False}
+            return {"token_ids": list(prompt.encode()), "sampling_params": sampling}
+        messages = [{"role": "user", "content": prompt}]
+        return {"model": model, "max_tokens": self.completion_tokens, "temperature": 0, "messages": messages}
+
+    def read(self, answer: Mapping[str, Any]) -> tuple[str, int]:
+        """Return what an answer says, and how many tokens that is."""
+        choice = answer["choices"][0]
+        if self.is_ids:
+            assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+            return str(choice["token_ids"]), len(choice["token_ids"])
+        return choice["message"]["content"], answer["usage"]["completion_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,23 +156,27 @@ class Stage:
         self.engine_has_a_core = enter(_apart(self._server.process.pid))
         self._broker = enter(EmbeddedBroker.start(directory / "broker"))
         self._supervisor = enter(Supervisor(directory / "logs"))
-        keys, port = directory / "gateway.keys", free_port()
+        keys = directory / "gateway.keys"
         self._key = add_key(keys, "bench", "control")
-        self._gateway = f"http://127.0.0.1:{port}"
-        worker = ["--engine", "vllm", "--server", self._server.url, "--model", str(self.model)]
-        for role, words in {
-            "controller": [],
-            "worker": [*worker, "--slots", str(SLOT_COUNT)],
-            "gateway": ["--port", str(port), "--keys", str(keys)],
+        ports = {name: free_port() for name in ("gateway", "inference")}
+        self._gateway, self._inference = (f"http://127.0.0.1:{port}" for port in ports.values())
+        asked = {name: ["gateway", "--port", str(port), "--keys", str(keys)] for name, port in ports.items()}
+        model = ["--model", str(self.model)]
+        for name, words in {
+            "controller": ["controller"],
+            "worker": ["worker", "--engine", "vllm", "--server", self._server.url, *model, "--slots", str(SLOT_COUNT)],
+            "gateway": asked["gateway"],
+            "inference": [*asked["inference"], "--inference", RUN_IDS, *model],
         }.items():
             place = {"ROLLFAB_URL": self._broker.url}
-            self._supervisor.add(role, [role, *words], is_restarted=False, environment=place)
+            self._supervisor.add(name, words, is_restarted=False, environment=place)
         port = free_port()
         self._forwarder = f"http://127.0.0.1:{port}"
         self._forwarding = enter(forwarding(self._server.url, port))
         self._run = self._open_run(enter(connect(self._broker.url)))
         self._run.publish(tensors, version=0)
-        self._runner.run(self._until_healthy())
+        for url in (f"{self._gateway}/healthz", f"{self._inference}/health"):
+            self._runner.run(self._until_healthy(url))
 
     def _open_run(self, fabric: Fabric) -> Run:
         deadline_s = time.monotonic() + START_S
@@ -161,17 +191,17 @@ class Stage:
                     raise
                 time.sleep(0.1)
 
-    async def _until_healthy(self) -> None:
+    async def _until_healthy(self, url: str) -> None:
         deadline_s = time.monotonic() + START_S
         async with aiohttp.ClientSession() as client:
             while True:
                 self._check_alive()
                 try:
-                    async with client.get(f"{self._gateway}/healthz"):
+                    async with client.get(url):
                         return
                 except aiohttp.ClientError as error:
                     if time.monotonic() > deadline_s:
-                        raise FabricError(f"the gateway did not answer: {error}") from error
+                        raise FabricError(f"{url} did not answer: {error}") from error
                     await asyncio.sleep(0.1)
 
     def _check_alive(self) -> None:
@@ -197,7 +227,10 @@ class Stage:
         return self._runner.run(self._play(places, load, prompts))
 
     def through(self, load: Load, prompts: list[str]) -> Round:
-        """Ask the gateway, in sessions that are opened before and ended after what is measured."""
+        """Ask the gateway: chat in sessions that are opened before and ended after what is measured."""
+        if load.is_ids:
+            places = [Place(url=self._inference, key=self._key)] * load.concurrency
+            return self._runner.run(self._play(places, load, prompts))
         return self._runner.run(self._through(load, prompts))
 
     async def _through(self, load: Load, prompts: list[str]) -> Round:
@@ -226,17 +259,15 @@ class Stage:
 
     async def _play(self, places: list[Place], load: Load, prompts: list[str]) -> Round:
         waiting, latencies_ms, texts = list(prompts), list[float](), dict[str, str]()
-        fields = {"model": str(self.model), "max_tokens": load.completion_tokens, "temperature": 0}
 
         async def one(client: aiohttp.ClientSession, place: Place) -> None:
             for _ in range(load.calls_each):
                 prompt = waiting.pop()
-                body = {**fields, **place.fields, "messages": [{"role": "user", "content": prompt}]}
+                body = {**load.body(prompt, str(self.model)), **place.fields}
                 start_s = time.perf_counter()
-                answer = await _post(client, f"{place.url}/v1/chat/completions", place.key, body)
+                answer = await _post(client, f"{place.url}{load.path}", place.key, body)
                 latencies_ms.append(1000 * (time.perf_counter() - start_s))
-                texts[prompt] = answer["choices"][0]["message"]["content"]
-                count = answer["usage"]["completion_tokens"]
+                texts[prompt], count = load.read(answer)
                 if count != load.completion_tokens:
                     raise FabricError(f"{place.url} made {count} tokens, not {load.completion_tokens}")
 

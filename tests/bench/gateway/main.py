@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,19 +37,35 @@ GOALS = {"overhead_p50_ms": 10.0, "overhead_p99_ms": 30.0, "tokens_ratio": 0.95}
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured. way: the answers of one token."""
+    """What is measured. ids: loads whose calls post token ids; way: answers of one token."""
 
     loads: tuple[Load, ...]
+    ids: tuple[Load, ...]
     way: Load
     round_count: int
 
 
-def _load(concurrency: int, calls_each: int, completion_tokens: int = 64) -> Load:
-    return Load(concurrency=concurrency, calls_each=calls_each, completion_tokens=completion_tokens, prompt_letters=120)
+def _load(concurrency: int, calls_each: int, completion_tokens: int = 64, *, is_ids: bool = False) -> Load:
+    return Load(
+        concurrency=concurrency,
+        calls_each=calls_each,
+        completion_tokens=completion_tokens,
+        prompt_letters=120,
+        is_ids=is_ids,
+    )
 
 
-FULL = Settings(loads=(_load(1, 24), _load(8, 8), _load(64, 4)), way=_load(1, 60, 1), round_count=7)
-QUICK = Settings(loads=(_load(1, 4), _load(8, 2), _load(64, 1)), way=_load(1, 10, 1), round_count=2)
+def _settings(counts: Sequence[tuple[int, int]], way_calls: int, round_count: int) -> Settings:
+    return Settings(
+        loads=tuple(_load(*each) for each in counts),
+        ids=tuple(_load(*each, is_ids=True) for each in counts),
+        way=_load(1, way_calls, 1),
+        round_count=round_count,
+    )
+
+
+FULL = _settings([(1, 24), (8, 8), (64, 4)], way_calls=60, round_count=7)
+QUICK = _settings([(1, 4), (8, 2), (64, 1)], way_calls=10, round_count=2)
 
 
 def bench_gateway(*, quick: bool, json_output: bool) -> int:
@@ -72,11 +88,13 @@ def measure(settings: Settings) -> Report:
     ):
         fraction = _agreement(stage)
         rows = [_measure(stage, load, settings.round_count) for load in settings.loads]
+        ids = [_measure(stage, load, settings.round_count) for load in settings.ids]
         way = _measure(stage, settings.way, settings.round_count)
         trips = stage.floor_ms(FLOOR_COUNT)
         engine_has_a_core = stage.engine_has_a_core
     names = ("overhead_p50_ms", "overhead_p99_ms", "tokens_ratio")
     figures = {f"gateway_{name}_{row['concurrency']}": row[name] for name in names for row in rows}
+    figures |= {f"gateway_ids_{name}_{row['concurrency']}": row[name] for name in names for row in ids}
     return Report(
         name="gateway",
         params={"settings": asdict(settings), "slot_count": SLOT_COUNT, "engine_has_a_core": engine_has_a_core},
@@ -90,6 +108,7 @@ def measure(settings: Settings) -> Report:
             "same_texts_fraction": fraction,
             "goals": GOALS,
             "rows": rows,
+            "ids": ids,
             "way": way,
         },
         baselines={f"vLLM server, {row['concurrency']}": row["direct"] for row in rows},
@@ -113,7 +132,8 @@ def _ended(text: str) -> str:
 
 
 def _measure(stage: Stage, load: Load, round_count: int) -> dict[str, Any]:
-    arms = {name: lambda name=name: getattr(stage, name)(load, stage.prompts.take(load)) for name in ARMS}
+    names = [name for name in ARMS if not (load.is_ids and name == "told")]  # ids are told in every arm
+    arms = {name: lambda name=name: getattr(stage, name)(load, stage.prompts.take(load)) for name in names}
     alternate(arms, 1)  # connections, caches
     return row(load, alternate(arms, round_count))
 
@@ -123,7 +143,7 @@ def row(load: Load, rounds: Mapping[str, list[Round]]) -> dict[str, Any]:
     return {
         "concurrency": load.concurrency,
         **_beside(rounds["direct"], rounds["through"]),
-        "beside_told": _beside(rounds["told"], rounds["through"]),
+        **({"beside_told": _beside(rounds["told"], rounds["through"])} if "told" in rounds else {}),
         "floor": _beside(rounds["direct"], rounds["forwarded"]),
         **{name: _arm(each) for name, each in rounds.items()},
     }
@@ -171,9 +191,12 @@ PAIRS = {"gateway beside direct": None, "gateway beside told": "beside_told", "f
 def _print_table(report: Report) -> None:
     found = json.loads(report.json())["results"]
     rows, notes = [], []
-    for each in [*found["rows"], found["way"]]:
-        what = f"{each['concurrency']}{', one token' if each is found['way'] else ''}"
+    kinds = {"": found["rows"], ", token ids": found["ids"], ", one token": [found["way"]]}
+    for each, kind in ((each, kind) for kind, row in kinds.items() for each in row):
+        what = f"{each['concurrency']}{kind}"
         for pair, key in PAIRS.items():
+            if key is not None and key not in each:
+                continue
             figures = each if key is None else each[key]
             low, high = figures["overhead_p50_spread"]
             ratio_low, ratio_high = figures["tokens_ratio_spread"]
@@ -186,7 +209,7 @@ def _print_table(report: Report) -> None:
                     f"{figures['tokens_ratio']:.2f}  ({ratio_low:.2f} to {ratio_high:.2f})",
                 ]
             )
-        for name in ARMS:
+        for name in (name for name in ARMS if name in each):
             shares = ", ".join(f"{process} {ms:.1f}" for process, ms in each[name]["cpu_ms_per_call"].items())
             notes.append(f"{what} at once, {name}: {number(each[name]['latency_p50_ms'])} ms; CPU ms per call {shares}")
     notes.append(

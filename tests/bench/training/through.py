@@ -26,7 +26,7 @@ from rollfab.trainer.loop import TrainingLoop, tasks
 POOL = "bench"
 SLOT_COUNT = 16  # less than half of a step's trajectories: both workers are needed, and turns are in flight always
 LEND_S = 1.5
-KILL_EVERY = 30  # changes of lending
+KILL_EVERY = 7  # changes of lending
 WATCH_S = 0.1
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from tests.bench.gateway.arms import Load
 from tests.bench.gateway.main import ARMS, QUICK
+
+FIGURES = ("overhead_p50_ms", "overhead_p99_ms", "tokens_ratio")
+EVERYBODY = {"client", "broker", "server", "controller", "worker", "gateway", "inference", "forwarder", "engine core"}
 
 
 @pytest.mark.slow
@@ -27,25 +33,29 @@ def test_a_quick_run_reports_every_arm_at_every_concurrency() -> None:
 
     assert results["gateway_way_p50_ms"] == results["way"]["overhead_p50_ms"]
     for row, load in zip(results["rows"], QUICK.loads, strict=True):
-        direct, told, forwarded, through = arms = [row[name] for name in ARMS]
-        # As many calls in every arm (the lengths of all answers are checked as they come), each with its time
-        calls = load.concurrency * load.calls_each * QUICK.round_count
-        for arm in arms:
-            assert arm["call_count"] == calls
-            assert 0 < arm["latency_p50_ms"] <= arm["latency_p99_ms"] and arm["tokens_per_s"] > 0
-        everybody = {"client", "broker", "server", "controller", "worker", "gateway", "forwarder", "engine core"}
-        assert set(through["cpu_ms_per_call"]) == everybody and through["cpu_ms_per_call"]["engine core"] > 0
-        # The floor did pass bytes on, and only there
-        passing = [arm["cpu_ms_per_call"]["forwarder"] for arm in arms]
-        assert max(passing) == passing[ARMS.index("forwarded")] > 0
-        # And the figures are those of the rounds
-        p99 = through["latency_p99_ms"] - direct["latency_p99_ms"]
-        assert results[f"gateway_overhead_p99_ms_{load.concurrency}"] == pytest.approx(p99)
-        told_p99 = through["latency_p99_ms"] - told["latency_p99_ms"]
+        check_row(row, load, ARMS, {name: results[f"gateway_{name}_{load.concurrency}"] for name in FIGURES})
+        told_p99 = row["through"]["latency_p99_ms"] - row["told"]["latency_p99_ms"]
         assert row["beside_told"]["overhead_p99_ms"] == pytest.approx(told_p99)
-        floor_p99 = forwarded["latency_p99_ms"] - direct["latency_p99_ms"]
-        assert row["floor"]["overhead_p99_ms"] == pytest.approx(floor_p99)
-        for name in ("overhead_p50", "tokens_ratio"):
-            unit = "_ms" if name == "overhead_p50" else ""
-            low, high = row[f"{name}_spread"]
-            assert low <= results[f"gateway_{name}{unit}_{load.concurrency}"] <= high
+    assert all(load.is_ids for load in QUICK.ids)
+    for row, load in zip(results["ids"], QUICK.ids, strict=True):
+        arms = [name for name in ARMS if name != "told"]
+        check_row(row, load, arms, {name: results[f"gateway_ids_{name}_{load.concurrency}"] for name in FIGURES})
+
+
+def check_row(row: dict[str, Any], load: Load, names: Sequence[str], figures: dict[str, float]) -> None:
+    """As many calls in every arm (the lengths of all answers are checked as they come), and figures of their rounds."""
+    arms = {name: row[name] for name in names}
+    assert set(ARMS) & row.keys() == arms.keys()
+    for arm in arms.values():
+        assert arm["call_count"] == load.concurrency * load.calls_each * QUICK.round_count
+        assert 0 < arm["latency_p50_ms"] <= arm["latency_p99_ms"] and arm["tokens_per_s"] > 0
+        assert arm["cpu_ms_per_call"].keys() == EVERYBODY and arm["cpu_ms_per_call"]["engine core"] > 0
+    # The floor did pass bytes on, and only there
+    passing = {name: arm["cpu_ms_per_call"]["forwarder"] for name, arm in arms.items()}
+    assert max(passing, key=lambda name: passing[name]) == "forwarded" and passing["forwarded"] > 0
+    direct_p99 = arms["direct"]["latency_p99_ms"]
+    assert figures["overhead_p99_ms"] == pytest.approx(arms["through"]["latency_p99_ms"] - direct_p99)
+    assert row["floor"]["overhead_p99_ms"] == pytest.approx(arms["forwarded"]["latency_p99_ms"] - direct_p99)
+    for name in ("overhead_p50", "tokens_ratio"):
+        low, high = row[f"{name}_spread"]
+        assert low <= figures[name if name in figures else f"{name}_ms"] <= high

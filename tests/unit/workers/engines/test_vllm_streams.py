@@ -174,14 +174,36 @@ def test_the_likeliest_tokens_are_read_in_order_and_what_was_cut_is_marked() -> 
         CompletionsRoute("m").piece(event, replace(ask, sampling=Sampling(logprobs=3)))
 
 
+def test_one_more_likeliest_token_is_asked_for_and_the_drawn_one_counts_where_it_is_one() -> None:
+    # Given what vLLM writes of three asked for, the drawn one first: it is the second likeliest, or none of them
+    def entry(*told: tuple[int, float]) -> dict[str, Any]:
+        tops = [{"token_id": token, "logprob": logprob, "rank": None} for token, logprob in told]
+        return {"token_id": told[0][0], "logprob": told[0][1], "rank": 2, "top_logprobs": tops}
+
+    content = [entry((5, -1.0), (9, -0.5), (7, -1.5)), entry((4, -3.0), (8, -0.25), (6, -2.0))]
+    content.append(entry((3, 0.0), (7, -9999.0), (1, -9999.0)))
+    choice = {"token_ids": [5, 4, 3], "logprobs": {"content": content}, "finish_reason": None}
+    ask = Ask(request_id="r", input_ids=[1], token_count_max=5, sampling=Sampling(logprobs=2))
+    # When it is read
+    piece = GenerateRoute(4).piece({"choices": [choice]}, ask)
+    # Then each token has the two likeliest beside it, as the other route tells them
+    ids, told = (side.array for side in piece.sides)
+    assert (ids.tolist(), ids.dtype) == ([[9, 5], [8, 6], [3, -1]], np.int32)
+    assert (told.tolist(), told.dtype) == ([[-0.5, -1.0], [-0.25, -2.0], [0.0, -math.inf]], np.float32)
+    assert list(piece.logprobs) == [-1.0, -3.0, 0.0]
+    assert GenerateRoute(4).piece({"choices": [choice]}, replace(ask, sampling=Sampling())).sides == ()
+
+
 async def test_likeliest_tokens_are_asked_for_by_the_route_that_tells_all_of_them() -> None:
-    telling, plain = CompletionsRoute("m"), GenerateRoute()
+    telling, plain = CompletionsRoute("m"), GenerateRoute(logprob_count_max=4)
     streams = Streams(Client("http://127.0.0.1:9", None), plain, Turns(4), telling)
     try:
-        for count, route in ((0, plain), (2, telling)):
+        for count, route in ((0, plain), (4, plain), (5, telling)):
             ask = Ask(request_id="r", input_ids=[1], token_count_max=5, sampling=Sampling(logprobs=count))
             assert streams._route_of(ask) is route
             assert telling.body(ask, [1], 5, None, stream_interval=1)["logprobs"] == count
+            asked = plain.body(ask, [1], 5, None, stream_interval=1)["sampling_params"]["logprobs"]
+            assert asked == (count + 1 if count else 0), "one more, as the drawn token takes a place"
     finally:
         await streams.close()
 

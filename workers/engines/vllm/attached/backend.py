@@ -101,7 +101,8 @@ class ServerDoor:
         model = await ServedModel.find(client, self._model)
         if model.info is not None:
             check_place(client.url)
-        route = await find_route(client, model.name)
+        logprob_count_max = await find_logprob_count_max(client, model.name, model.vocabulary_size)
+        route = await find_route(client, model.name, logprob_count_max)
         self._is_processed = await reports_processed_logprobs(client, model.name)
         weights = self._weights = await find_weights(client, model)
         limits = [limit for limit in (self._context_tokens_max, model.context_tokens_max) if limit is not None]
@@ -111,7 +112,7 @@ class ServerDoor:
             context_tokens_max=min(limits),
             vocabulary_size=model.vocabulary_size,
             tokenizer=model.root,
-            logprob_count_max=await find_logprob_count_max(client, model.name, model.vocabulary_size),
+            logprob_count_max=logprob_count_max,
         )
         self._abilities = Abilities(
             name=f"vllm server {model.server_version}",

@@ -4,8 +4,8 @@
 - /inference/v1/generate: ids in, ids out, nothing turned into text; only where scale-out is enabled.
 - /v1/completions: on every server; it also makes text, which is thrown away.
 - JSON carries float32 exactly (as the shortest decimal of its double); vLLM sends -9999 for minus infinity.
-- The likeliest tokens beside each are asked for by /v1/completions alone: of k the other route leaves the last out
-  where the token that was drawn is none of them.
+- Of k likeliest tokens /inference/v1/generate leaves the last out where the token that was drawn is none of them, so it
+  is asked for one more; where the server tells no more, /v1/completions is asked.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ PROBE_TOP = 5
 SAME = 0.01  # nats; bfloat16 and other batches move a log-probability by less
 PROCESSED = "--logprobs-mode processed_logprobs"
 NEVER = -9999.0  # what vLLM sends for minus infinity
+Likeliest = tuple[Sequence[int], Sequence[float]]  # ids and log-probabilities beside one token, likeliest first
 NAMED = "token_id:"  # what it puts before a token's id
 REFUSED = 400
 
@@ -63,9 +64,13 @@ class Piece:
 
 
 class Route(Protocol):
-    """A way to ask for tokens. stream_interval: tokens that make an event; the first and the last make one at once."""
+    """A way to ask for tokens. stream_interval: tokens that make an event; the first and the last make one at once.
+
+    logprob_count_max: likeliest tokens beside each that it tells.
+    """
 
     path: str
+    logprob_count_max: int
 
     def body(
         self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None, *, stream_interval: int
@@ -81,15 +86,23 @@ class Route(Protocol):
 
 
 class GenerateRoute:
-    """The route /inference/v1/generate, for requests that ask for nothing beside their tokens."""
+    """The route /inference/v1/generate. logprob_count_max: likeliest tokens that the server tells, less one."""
 
     path = "/inference/v1/generate"
+
+    def __init__(self, logprob_count_max: int = 0) -> None:
+        self.logprob_count_max = logprob_count_max
 
     def body(
         self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None, *, stream_interval: int
     ) -> dict[str, Any]:
         """Make the body to send."""
-        parameters = {**_parameters(ask, token_count_max, seed, stream_interval), "detokenize": False}
+        count = ask.sampling.logprobs
+        parameters = {
+            **_parameters(ask, token_count_max, seed, stream_interval),
+            "logprobs": count + 1 if count else 0,
+            "detokenize": False,
+        }
         return {"token_ids": input_ids, "sampling_params": parameters, **_salt(ask), **_STREAMED}
 
     def piece(self, event: Mapping[str, Any], ask: Ask) -> Piece:
@@ -99,13 +112,22 @@ class GenerateRoute:
         choice = event["choices"][0]
         content = (choice["logprobs"] or {}).get("content") or ()
         logprobs = [entry["logprob"] for entry in content]
-        return Piece(choice["token_ids"] or (), logprobs, choice["finish_reason"] or "")
+        count = ask.sampling.logprobs
+        sides = _sides([_likeliest(entry["top_logprobs"], count) for entry in content], count) if count else ()
+        return Piece(choice["token_ids"] or (), logprobs, choice["finish_reason"] or "", sides=sides)
+
+
+def _likeliest(told: Sequence[Mapping[str, Any]], count: int) -> Likeliest:
+    """Choose the likeliest of what is told beside one token: one more, or the drawn one, which is then the least."""
+    found = sorted(told, key=lambda each: -each["logprob"])[:count]
+    return [each["token_id"] for each in found], [each["logprob"] for each in found]
 
 
 class CompletionsRoute:
-    """The route /v1/completions. model: the name that it is served by."""
+    """The route /v1/completions, which tells all that the server does. model: the name that it is served by."""
 
     path = "/v1/completions"
+    logprob_count_max = LOGPROB_COUNT_MAX
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -125,13 +147,19 @@ class CompletionsRoute:
         told = choice.get("logprobs") or {}
         ids, logprobs = choice.get("token_ids") or (), told.get("token_logprobs") or ()
         count = ask.sampling.logprobs
-        sides = _likeliest(told["top_logprobs"], count) if count and ids else ()
+        rows = told["top_logprobs"] if count and ids else ()
+        sides = _sides([likeliest_of([_id(name) for name in row], list(row.values()), count) for row in rows], count)
         return Piece(ids, logprobs, choice.get("finish_reason") or "", sides=sides)
 
 
-def _likeliest(rows: Sequence[Mapping[str, float]], count: int) -> tuple[Side, ...]:
-    """Read the likeliest tokens beside each: by name, the drawn one first."""
-    found = [likeliest_of([int(name.removeprefix(NAMED)) for name in row], list(row.values()), count) for row in rows]
+def _id(name: str) -> int:
+    return int(name.removeprefix(NAMED))
+
+
+def _sides(found: Sequence[Likeliest], count: int) -> tuple[Side, ...]:
+    """Return the arrays of the likeliest tokens beside each."""
+    if not found:
+        return ()
     ids, logprobs = table(found, count)
     return top_sides((ids, np.where(logprobs <= NEVER, np.float32(-np.inf), logprobs)))
 
@@ -163,11 +191,21 @@ def _cached_token_count(event: Mapping[str, Any]) -> int | None:
     return count
 
 
-async def find_route(client: Client, model: str) -> Route:
-    """Choose the better of the routes that this server has, and that knows all that is sent to it."""
+async def find_route(client: Client, model: str, logprob_count_max: int) -> Route:
+    """Choose the better of the routes that this server has, and that knows all that is sent to it.
+
+    logprob_count_max: likeliest tokens that the server tells beside one, at least 1.
+    """
     parameters = {**NEUTRAL, "max_tokens": 1, "temperature": 0.0, "detokenize": False, "stream_interval": 1}
-    reply = await client.call("POST", GenerateRoute.path, {"token_ids": PROBE_IDS, "sampling_params": parameters})
-    return GenerateRoute() if reply.is_ok else CompletionsRoute(model)
+    body = {"token_ids": PROBE_IDS, "sampling_params": {**parameters, "logprobs": 1}}
+    reply = await client.call("POST", GenerateRoute.path, body)
+    if not reply.is_ok:
+        return CompletionsRoute(model)
+    try:
+        _likeliest(reply.data["choices"][0]["logprobs"]["content"][0]["top_logprobs"], 1)
+    except (KeyError, TypeError, IndexError):  # another version's shape
+        return GenerateRoute()
+    return GenerateRoute(logprob_count_max - 1)
 
 
 async def reports_processed_logprobs(client: Client, model: str) -> bool:

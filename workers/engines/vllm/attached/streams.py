@@ -44,7 +44,7 @@ class Streams:
     """
 
     def __init__(self, client: Client, route: Route, turns: Turns, telling: Route | None = None) -> None:
-        """telling: the route for requests with tokens to tell beside theirs; None: the same."""
+        """telling: the route for requests with more tokens to tell beside theirs than `route` does; None: the same."""
         self._client = client
         self._route = route
         self._telling = telling or route
@@ -130,7 +130,7 @@ class Streams:
         return Attempt(self._client, route.path, body)
 
     def _route_of(self, ask: Ask) -> Route:
-        return self._telling if ask.sampling.logprobs else self._route
+        return self._route if ask.sampling.logprobs <= self._route.logprob_count_max else self._telling
 
     async def _chunks(self, turn: Turn, attempt: Attempt) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of an attempt.

@@ -1,0 +1,119 @@
+"""Tinker's unmodified SDK before the fleet, in an environment of its own: `make .venv-clients/.done`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.bench.lively import lively_weights
+from tests.support.processes.fabric_processes import processes
+from tests.support.processes.inference_process import RUN, InferenceProcess, running_inference
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[3]
+CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
+SDK = ROOT / "tests" / "support" / "clients" / "tinker_clients.py"
+CLIENTS, SAMPLES, LENGTH = 8, 2, 200
+SAID = "said.jsonl"
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceProcess]:
+    assert CLIENTS_PYTHON.exists(), "make .venv-clients/.done"
+    directory = tmp_path_factory.mktemp("tinker")
+    with processes(directory) as fabric:
+        fabric.start("controller", "controller", "--name", "controller")
+        fabric.start("dedicated", "worker")
+        with running_inference(fabric, directory) as fleet:
+            fabric.wait_for_role("controller", "dedicated", timeout_s=150.0)
+            fleet.save("0", lively_weights())
+            fleet.post("/update_weights_from_disk", {"model_path": "0", "weight_version": "0"})
+            yield fleet
+
+
+def sdk(fleet: InferenceProcess, tmp_path: Path, *words: Any) -> subprocess.Popen[bytes]:
+    """Start the clients: our key is in the address, as the SDK takes keys of its maker's form alone."""
+    place = {
+        "TINKER_BASE_URL": f"{fleet.url}/k/{fleet.key}",
+        "TINKER_API_KEY": "tml-none",
+        "HOME": str(tmp_path),
+        "PATH": os.environ["PATH"],
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [str(CLIENTS_PYTHON), str(SDK), *map(str, words)]
+    with (tmp_path / SAID).open("w") as out:  # a pipe that nobody reads meanwhile would hold them
+        return subprocess.Popen(command, env=place, stdout=out, stderr=sys.stderr)
+
+
+def said(process: subprocess.Popen[bytes], tmp_path: Path) -> Any:
+    assert process.wait(timeout=200) == 0
+    return json.loads((tmp_path / SAID).read_text().splitlines()[-1])
+
+
+def reference(prompt: list[int], tokens: list[int]) -> np.ndarray:
+    """Log-probabilities of every token after the first, by the model itself, (P + T - 1, V)."""
+    from rollfab.workers.engines.transformers.model import load_model
+
+    model = load_model("tiny", "float32", "cpu")
+    weights = lively_weights()
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            each.copy_(torch.from_numpy(weights[name]))
+        logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0].float()
+    return torch.log_softmax(logits, dim=-1).numpy()
+
+
+def test_what_it_is_told_is_what_the_model_says(fleet: InferenceProcess, tmp_path: Path) -> None:
+    told = said(sdk(fleet, tmp_path, "-", 1, 24), tmp_path)
+    prompt, tokens = [5, 6, 7], told["tokens"]
+    logs = reference(prompt, tokens)
+    own, asked = logs[len(prompt) - 1 :], logs[: len(prompt) - 1]
+    assert own.argmax(axis=1).tolist() == tokens == told["pinned"] and len(tokens) == 24
+    for row, ids in zip(own, told["tops"], strict=True):
+        assert [token for token, _ in ids] == np.argsort(-row, kind="stable")[:3].tolist()
+        np.testing.assert_allclose([logprob for _, logprob in ids], np.sort(row)[::-1][:3], atol=1e-5)
+    assert told["logprobs"][0] is None
+    np.testing.assert_allclose(told["logprobs"][1:], asked[np.arange(2), prompt[1:]], atol=1e-5)
+    assert [len(row or []) for row in told["prompt_tops"]] in ([0, 2, 2], [2, 2, 2])
+    assert told["models"] == [["tiny", False]]
+    words = ("here is 'tiny' alone", "version 99 is not published yet", "tinker://policy/VERSION", "nothing is trained")
+    assert len(told["refused"]) == len(words)
+    for text, word in zip(told["refused"], words, strict=True):
+        assert word in text
+
+
+@pytest.mark.fault
+def test_eight_clients_at_once_lose_nothing_while_workers_die_and_join(fleet: InferenceProcess, tmp_path: Path) -> None:
+    # Given what they get undisturbed
+    calm = said(sdk(fleet, tmp_path, CLIENTS, SAMPLES, LENGTH), tmp_path)
+    assert len(calm) == CLIENTS * SAMPLES
+    assert len({each for row in calm for each in row[5]}) == 2 * len(calm), "each answer has an id of its own"
+    # When their worker is killed in the middle, twice, and another one joins
+    fabric = fleet.fabric
+    process = sdk(fleet, tmp_path, CLIENTS, SAMPLES, LENGTH)
+    for _ in range(2):
+        fabric.until(lambda: _claimed(fleet) > 0 or process.poll() is not None, 100.0, "a worker has a turn in hand")
+        os.kill(fabric.supervisor.children["dedicated"].pid or 0, signal.SIGKILL)
+        if "second" not in fabric.supervisor.children:
+            fabric.start("second", "worker")
+        fabric.supervisor.watch()
+    fabric.until(lambda: process.poll() is not None, 200.0, "all clients have their answers")
+    # Then every one has the same answers
+    assert [row[:2] + row[4:5] for row in said(process, tmp_path)] == [row[:2] + row[4:5] for row in calm]
+    counters = fabric.ask(lambda ports: ports.board.run_status(RUN)).counters
+    assert counters.get("turns_resumed", 0) > 0, "some went on with the tokens that they had"
+
+
+def _claimed(fleet: InferenceProcess) -> int:
+    return fleet.fabric.ask(lambda ports: ports.board.run_status(RUN)).turns.get("claimed", 0)

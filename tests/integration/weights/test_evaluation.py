@@ -1,0 +1,106 @@
+"""Evaluations beside training: pinned to a version bit for bit, with groups of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from rollfab.fabric.contract.errors import InputError, RunUnknown, VersionConflict, VersionUnknown
+from rollfab.fabric.contract.records import Group
+from rollfab.trainer.client import Run
+from tests.bench.lively import lively_weights
+from tests.support.processes.fabric_processes import Processes, check_each_arrived_once, processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(150)]
+
+SETTINGS = {"environment_options": {"turns": 2, "pace_s": 0.0, "tokens": 10}, "sampling": {"temperature": 0.0}}
+TASKS = [{"seed": seed} for seed in range(4)]
+NAMES = ["a", "b", "c", "d"]
+
+
+@pytest.fixture
+def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes(tmp_path_factory.mktemp("evaluation")) as fabric:
+        fabric.start_roles(agent=("--environment", "walk=tests.support.worlds.worlds:Walk"), worker=("--slots", "8"))
+        yield fabric
+
+
+def changed(version: int) -> dict[str, np.ndarray]:
+    """Weights that answer otherwise in every version."""
+    factor = np.float32(1 + 0.05 * version)
+    return {name: each * factor for name, each in lively_weights().items()}
+
+
+def answers(groups: list[Group]) -> dict[str, list[int]]:
+    return {group.group_id: group.rollouts[0].completion_ids.tolist() for group in groups}
+
+
+def versions(groups: list[Group]) -> set[int]:
+    return {span.policy_version for group in groups for each in group.rollouts for span in each.spans}
+
+
+def test_an_evaluation_plays_its_version_while_training_goes_on(fabric: Processes) -> None:
+    # Given a run that has gone on past the version to evaluate
+    run: Run = fabric.fabric.run("lake", model="tiny", environment="walk", **SETTINGS)
+    run.publish(changed(0), version=0)
+    for version in (1, 2):
+        run.publish(changed(version), version=version)
+    # When version 2 is evaluated, while training publishes and plays on
+    evaluation = fabric.fabric.evaluation("lake", 2)
+    evaluation.submit(TASKS, group_ids=NAMES)
+    run.publish(changed(3), version=3)
+    run.submit(TASKS, group_ids=NAMES)
+    evaluated = fabric.collect(evaluation, len(TASKS), 60.0)
+    trained = fabric.collect(run, len(TASKS), 60.0)
+    # Then its weights are that version's to the bit, all it made is of them, and each run has its own groups
+    for name, each in run.weights(2).items():
+        np.testing.assert_array_equal(evaluation.weights()[name], each)
+    check_each_arrived_once(evaluated, NAMES, 1)
+    check_each_arrived_once(trained, NAMES, 1)
+    assert versions(evaluated) == {2} and versions(trained) == {3}
+    assert answers(evaluated) != answers(trained)
+    assert (evaluation.run_id, evaluation.config.weight) == ("lake-eval", pytest.approx(0.1))
+
+    # When the next version is evaluated: the same run goes on, and its answers are now those that training got
+    evaluation = fabric.fabric.evaluation("lake", weight=0.5)
+    assert evaluation.config.weight == 0.5
+    evaluation.submit(TASKS, group_ids=[f"{name}3" for name in NAMES])
+    again = fabric.collect(evaluation, len(TASKS), 60.0)
+    assert versions(again) == {3}
+    assert {name.removesuffix("3"): ids for name, ids in answers(again).items()} == answers(trained)
+
+
+def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # Given no worker, so that what is submitted stays
+    with processes(tmp_path_factory.mktemp("refused")) as fabric:
+        fabric.start("agent", "agent", "--environment", "walk=tests.support.worlds.worlds:Walk")
+        fabric.wait_for_role("agent")
+        with pytest.raises(RunUnknown, match="lake"):
+            fabric.fabric.evaluation("lake")
+        run = fabric.fabric.run("lake", model="tiny", environment="walk", **SETTINGS)
+        with pytest.raises(VersionUnknown, match="nothing is published yet"):
+            fabric.fabric.evaluation("lake")
+        run.publish(changed(0), version=0)
+        with pytest.raises(VersionUnknown, match="version 7 of run 'lake' is not held"):
+            fabric.fabric.evaluation("lake", 7)
+        with pytest.raises(InputError, match="did you mean sampling"):
+            fabric.fabric.evaluation("lake", sampeling={})
+        with pytest.raises(InputError, match="staleness is 1, of an evaluation it is 0"):
+            fabric.fabric.evaluation("lake", staleness=1)
+        evaluation = fabric.fabric.evaluation("lake", 0)
+        evaluation.submit(TASKS, group_ids=NAMES)
+        run.publish(changed(1), version=1)
+
+        # When the next one begins before all of the first is consumed: refused if it is another version
+        with pytest.raises(VersionConflict, match="evaluates version 0, and 4 trajectories of it are not consumed yet"):
+            fabric.fabric.evaluation("lake", 1)
+        # Then a caller that comes back is at its own version, and another name stands beside it
+        assert fabric.fabric.evaluation("lake").head_version() == 0
+        assert fabric.fabric.evaluation("lake", 1, name="other").head_version() == 1
+        for name in NAMES:
+            assert evaluation.cancel(name)
+        assert fabric.fabric.evaluation("lake").head_version() == 1
+        with pytest.raises(VersionConflict, match="cannot go back to 0"):
+            fabric.fabric.evaluation("lake", 0)
