@@ -104,6 +104,14 @@ def training(
     raise typer.Exit(bench_training(quick=quick, json_output=json, figure=figure))
 
 
+@app.command("evaluation")
+def evaluation(quick: Quick = False, json: AsJson = False) -> None:
+    """What an evaluation beside training costs the training's groups, over the same work in a fabric of its own."""
+    from .evaluation.main import bench_evaluation
+
+    raise typer.Exit(bench_evaluation(quick=quick, json_output=json))
+
+
 @app.command("coserve")
 def coserve(
     quick: Quick = False,
