@@ -29,7 +29,10 @@ from .arms import SLOT_COUNT, Load, Round, Stage
 
 BROKER_TRIPS = 4
 FLOOR_COUNT = 300
-AGREE = Load(concurrency=4, calls_each=2, completion_tokens=16, prompt_letters=60)
+AGREE = {
+    is_ids: Load(concurrency=4, calls_each=2, completion_tokens=16, prompt_letters=60, is_ids=is_ids)
+    for is_ids in (False, True)
+}
 AGREE_FRACTION_MIN = 0.75  # a near tie may go either way where batches differ
 ARMS = ("direct", "told", "forwarded", "through")
 GOALS = {"overhead_p50_ms": 10.0, "overhead_p99_ms": 30.0, "tokens_ratio": 0.95}
@@ -86,7 +89,7 @@ def measure(settings: Settings) -> Report:
         tempfile.TemporaryDirectory(prefix="rollfab-bench-") as directory,
         Stage(Path(directory), [*settings.loads, settings.way]) as stage,
     ):
-        fraction = _agreement(stage)
+        fractions = {is_ids: _agreement(stage, load) for is_ids, load in AGREE.items()}
         rows = [_measure(stage, load, settings.round_count) for load in settings.loads]
         ids = [_measure(stage, load, settings.round_count) for load in settings.ids]
         way = _measure(stage, settings.way, settings.round_count)
@@ -105,7 +108,8 @@ def measure(settings: Settings) -> Report:
             "floor_ms": trips["gateway"] + BROKER_TRIPS * trips["broker"],
             "broker_trip_ms": trips["broker"],
             "gateway_hop_ms": trips["gateway"],
-            "same_texts_fraction": fraction,
+            "same_texts_fraction": fractions[False],
+            "same_ids_fraction": fractions[True],
             "goals": GOALS,
             "rows": rows,
             "ids": ids,
@@ -116,10 +120,10 @@ def measure(settings: Settings) -> Report:
     )
 
 
-def _agreement(stage: Stage) -> float:
+def _agreement(stage: Stage, load: Load) -> float:
     """Return the fraction of greedy answers that are the same in both arms. Raises FabricError: too few are."""
-    prompts = stage.prompts.take(AGREE)
-    through, direct = (arm(AGREE, prompts).texts for arm in (stage.through, stage.direct))
+    prompts = stage.prompts.take(load)
+    through, direct = (arm(load, prompts).texts for arm in (stage.through, stage.direct))
     fraction = sum(_ended(through[prompt]) == _ended(direct[prompt]) for prompt in prompts) / len(prompts)
     if fraction < AGREE_FRACTION_MIN:
         raise FabricError(f"{fraction:.0%} of greedy answers are the same in both arms: they do not do the same work")

@@ -27,7 +27,7 @@ def test_a_quick_run_reports_every_arm_at_every_concurrency() -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     results = report["results"]
     assert report["name"] == "gateway"
-    assert results["same_texts_fraction"] >= 0.75
+    assert results["same_texts_fraction"] >= 0.75 and results["same_ids_fraction"] >= 0.75
     assert results["floor_ms"] > results["gateway_hop_ms"] > 0 and results["broker_trip_ms"] > 0
     assert [row["concurrency"] for row in results["rows"]] == [load.concurrency for load in QUICK.loads] == [1, 8, 64]
 

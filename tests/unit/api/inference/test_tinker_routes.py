@@ -154,8 +154,11 @@ async def test_what_nobody_asks_for_any_more_is_given_up(
     await ask(http, "retrieve_future", 410, request_id=name)
 
 
-async def test_the_oldest_answers_make_room(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promises, "KEPT_MAX", 2)
+@pytest.mark.parametrize(("limit", "most"), [("KEPT_MAX", 2), ("KEPT_BYTES_MAX", 100)])
+async def test_the_oldest_answers_make_room(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    monkeypatch.setattr(promises, limit, most)
     for seq in range(4):
         name = (await ask(http, "asample", **{**SAMPLE, "seq_id": seq}))["request_id"]
         await ask(http, "retrieve_future", request_id=name)
