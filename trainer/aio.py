@@ -72,6 +72,8 @@ class AsyncFabric:
         self._open_ledgers: set[Ledger] = set()
         self.url = url
         self._opened: list[AsyncRun] = []
+        self._evaluating = asyncio.Lock()
+        self._evaluations: dict[str, AsyncRun] = {}  # each has one publisher, and with it one copy of the weights
 
     async def run(
         self,
@@ -147,8 +149,11 @@ class AsyncFabric:
             VersionConflict: the evaluation is at another version, and has groups that nobody consumed, or is newer.
             InputError, EnvironmentUnknown, RewardUnknown: as for `run`.
         """
+        async with self._evaluating:
+            return await self._evaluation(run_id, version, name or f"{run_id}{EVALUATION_SUFFIX}", settings)
+
+    async def _evaluation(self, run_id: str, version: int | None, name: str, settings: dict[str, Any]) -> AsyncRun:
         trained = await self.run(run_id)
-        name = name or f"{run_id}{EVALUATION_SUFFIX}"
         check_settings(name, settings)
         own = {"weight": EVALUATION_SHARE * trained.config.weight, "staleness": 0, **settings}
         if own["staleness"] != 0:
@@ -156,8 +161,17 @@ class AsyncFabric:
         config = replace(trained.config, **own, run_id=name)
         given = {each.name: getattr(config, each.name) for each in fields(config)}
         evaluation = await self.run(given.pop("run_id"), **given)
-        await pin(trained, evaluation, version)
-        return evaluation
+        if (kept := self._evaluations.setdefault(name, evaluation)) is not evaluation:  # it holds the weights before
+            kept.config = evaluation.config
+            await self._drop(evaluation)
+        await pin(trained, kept, version)
+        await self._drop(trained)
+        return kept
+
+    async def _drop(self, run: AsyncRun) -> None:
+        """Close a run that nobody else has."""
+        self._opened.remove(run)
+        await run.close()
 
     def _open(self, config: RunConfig) -> AsyncRun:
         run = AsyncRun(self._ports, config, self._open_ledgers)

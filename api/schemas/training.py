@@ -38,6 +38,17 @@ class RunRequest(Request):
     """Further settings by name: staleness, sampling, reward, environment_options, …"""
 
 
+class EvaluationRequest(Request):
+    """A version of a run's weights to evaluate, beside its training."""
+
+    version: Annotated[StrictInt, Field(ge=0)] | None = None
+    """Null: the head, or, if the evaluation is under way, its own."""
+    name: str | None = None
+    """Of the evaluation's run; null: the run's and "-eval"."""
+    settings: dict[str, Any] = {}
+    """Settings that differ from the run's, environment among them. weight: its share; default: a tenth of the run's."""
+
+
 class RunOpened(Model):
     """A run as it is now."""
 

@@ -59,6 +59,9 @@ class Trainer(Protocol):
     async def run(
         self, run_id: str, *, model: str | None = None, environment: str | None = None, **settings: Any
     ) -> Run: ...
+    async def evaluation(
+        self, run_id: str, version: int | None = None, *, name: str | None = None, **settings: Any
+    ) -> Run: ...
 
 
 class Runs:
@@ -76,8 +79,7 @@ class Runs:
 
     async def set(self, run_id: str, model: str | None, environment: str | None, settings: Mapping[str, Any]) -> Run:
         """Create a run, or change its settings. Raises as `AsyncFabric.run`."""
-        if wrong := settings.keys() & {"self", "run_id", "model", "environment"}:
-            raise InputError(f"settings: {min(wrong)} is no setting: say it beside settings, or leave it out")
+        _check(settings, "self", "run_id", "model", "environment")
         changed = await self._trainer.run(run_id, model=model, environment=environment, **settings)
         kept = self._open.get(run_id)
         if kept is None or kept.config.model != changed.config.model:
@@ -87,6 +89,14 @@ class Runs:
             kept.config = changed.config
         return self._open[run_id]
 
+    async def evaluate(self, run_id: str, version: int | None, name: str | None, settings: Mapping[str, Any]) -> Run:
+        """Open an evaluation of a run. Raises as `AsyncFabric.evaluation`."""
+        _check(settings, "self", "run_id", "version", "name", "model")
+        evaluation = await self._trainer.evaluation(run_id, version, name=name, **settings)
+        kept = self._open.setdefault(evaluation.config.run_id, evaluation)  # it may have groups in hand
+        kept.config = evaluation.config
+        return kept
+
     async def forget(self, run_id: str) -> None:
         """Forget a run that is gone, with the groups of it that are in hand."""
         if (run := self._open.pop(run_id, None)) is not None:
@@ -94,3 +104,8 @@ class Runs:
 
     def _keep(self, run_id: str, run: Run) -> None:
         self._open.setdefault(run_id, run)  # another request may have opened it meanwhile
+
+
+def _check(settings: Mapping[str, Any], *others: str) -> None:
+    if wrong := settings.keys() & set(others):
+        raise InputError(f"settings: {min(wrong)} is no setting: say it beside settings, or leave it out")

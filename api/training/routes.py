@@ -21,6 +21,7 @@ from ..schemas.answers import Problem
 from ..schemas.training import (
     Cancelled,
     Dropped,
+    EvaluationRequest,
     Published,
     PublishRequest,
     ReceiptsAnswer,
@@ -76,10 +77,19 @@ def _add_runs(routes: APIRouter, runs: Runs) -> None:
     async def set_run(run_id: str, body: RunRequest) -> RunOpened:
         """Create a run, or change its settings; a repeated call changes nothing."""
         check_name("run", run_id)
-        run = await runs.set(run_id, body.model, body.environment, body.settings)
-        config = run.config
-        head = await run.head_version()
-        return RunOpened(run_id=run_id, model=config.model, environment=config.environment, head_version=head)
+        return await _opened(await runs.set(run_id, body.model, body.environment, body.settings))
+
+    @routes.put("/evaluation", responses=CONFLICT)
+    async def evaluate(run_id: str, body: EvaluationRequest) -> RunOpened:
+        """Open a run beside this one, pinned to a version of its weights; a repeated call changes nothing."""
+        check_name("run", run_id)
+        run = await runs.evaluate(run_id, body.version, body.name, body.settings)
+        return await _opened(run)
+
+
+async def _opened(run: Run) -> RunOpened:
+    config, head = run.config, await run.head_version()
+    return RunOpened(run_id=config.run_id, model=config.model, environment=config.environment, head_version=head)
 
 
 def _add_groups(routes: APIRouter, runs: Runs) -> None:

@@ -195,6 +195,46 @@ async def test_weights_arrive_in_pieces_and_are_published_bit_by_bit(api: ApiWor
         assert (await api.http.put(f"v1/runs/w/uploads/2/{name}", content=b"x")).status_code in (404, 422)
 
 
+async def test_a_version_is_evaluated_beside_its_run(api: ApiWorld, tmp_path: Path) -> None:
+    # Given a run with two versions
+    await api.fabric.board.create_run(dataclasses.replace(RUN, run_id="w", model="not/here"))
+    for version in range(2):
+        (tmp_path / str(version)).mkdir()
+        weights = {"w": np.full(9, version, np.float32)}
+        save_file(weights, tmp_path / str(version) / "model.safetensors")
+        await post(api, "v1/runs/w/versions", version=version, directory=str(version))
+    # When one is evaluated, once and again, with settings of its own
+    for _ in range(2):
+        body = {"version": 0, "settings": {"weight": 0.5}}
+        answer = await api.http.put("v1/runs/w/evaluation", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == {
+            "run_id": "w-eval",
+            "model": "not/here",
+            "environment": RUN.environment,
+            "head_version": 0,
+        }
+    config = (await api.fabric.board.runs())["w-eval"]
+    assert (config.weight, config.staleness) == (0.5, 0)
+    # Then its groups go as any run's, and it goes on to a newer version once they are consumed
+    await post(api, "v1/runs/w-eval/groups", tasks=[{"seed": 1}], group_ids=["e"])
+    for body, status, words in (
+        ({"version": 1}, 409, "1 trajectories of it are not consumed yet"),
+        ({"version": 7}, 409, "not consumed yet"),
+        ({"version": 7, "name": "other"}, 404, "is not held"),
+        ({"settings": {"staleness": 1}}, 422, "it is 0"),
+        ({"settings": {"name": "x"}}, 422, "name is no setting"),
+        ({"version": -1}, 422, "version"),
+    ):
+        answer = await api.http.put("v1/runs/w/evaluation", json=body)
+        assert answer.status_code == status and words in answer.text, answer.text
+    assert (await api.http.delete("v1/runs/w-eval/groups/e")).json()
+    answer = await api.http.put("v1/runs/w/evaluation", json={})
+    assert answer.json()["head_version"] == 1, answer.text
+    held = await fetch_weights(api.fabric.weights, "w-eval", 1)
+    assert held["w"].tolist() == [1.0] * 9
+
+
 async def test_pieces_that_differ_are_refused_and_an_upload_begins_anew_when_it_is_removed(api: ApiWorld) -> None:
     path = f"{R1}/uploads/0/model.safetensors"
     for offset, data, status in ((0, b"abcd", 200), (2, b"cdef", 200), (0, b"abcd", 200), (0, b"abXd", 422)):

@@ -64,8 +64,9 @@ def test_an_evaluation_plays_its_version_while_training_goes_on(fabric: Processe
     assert (evaluation.run_id, evaluation.config.weight) == ("lake-eval", pytest.approx(0.1))
 
     # When the next version is evaluated: the same run goes on, and its answers are now those that training got
-    evaluation = fabric.fabric.evaluation("lake", weight=0.5)
+    before, evaluation = evaluation, fabric.fabric.evaluation("lake", weight=0.5)
     assert evaluation.config.weight == 0.5
+    assert evaluation._run is before._run, "a second publisher would hold the weights a second time"
     evaluation.submit(TASKS, group_ids=[f"{name}3" for name in NAMES])
     again = fabric.collect(evaluation, len(TASKS), 60.0)
     assert versions(again) == {3}
