@@ -41,6 +41,9 @@ class StandInTrainer:
     async def run(self, run_id: str, **_: Any) -> Any:
         raise AssertionError
 
+    async def evaluation(self, run_id: str, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
 
 def type_text(schema: dict[str, Any]) -> str:
     """A type in one word; fails on what has none, as arrays and foreign objects would not."""
