@@ -1,8 +1,8 @@
 """The routes of Tinker's sampling API: what its SDK asks for, from its first call to its last.
 
-    create_session ──▶ create_sampling_session ──▶ asample ──▶ a promise ──▶ retrieve_future, again and again ──▶ answer
+    create_session ──▶ create_sampling_session ──▶ asample ──▶ a future ──▶ retrieve_future, again and again ──▶ answer
 
-An SDK whose promise is unknown (410: another process, or given up) asks for the sample again by itself.
+An SDK whose future is unknown (410: another process, or given up) asks for the sample again by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..gateway.door import Door
 from ..gateway.problems import HEADERS, answer, problem_of
 from . import tinker
 from .fields import read_body
-from .promises import Promises
+from .futures import Futures
 
 WAIT_S = 30.0  # of one retrieve_future; the SDK gives it 45
 GET, POST = ("GET",), ("POST",)
@@ -48,11 +48,11 @@ class Samplers:
     def __init__(self, inference: Inference, door: Door) -> None:
         self._inference = inference
         self._door = door
-        self._promises = Promises()
+        self._futures = Futures()
 
     async def close(self) -> None:
         """Give up what is under way."""
-        await self._promises.close()
+        await self._futures.close()
 
     # ---- sessions
 
@@ -68,7 +68,7 @@ class Samplers:
         return answer({"supported_models": [model]})
 
     async def config(self, _: Request) -> Response:
-        """Tell the SDK how to ask: with its key as it is, and for each promise by itself."""
+        """Tell the SDK how to ask: with its key as it is, and for each future by itself."""
         return answer({"pjwt_auth_enabled": False, "sample_use_retrieve_futures": False})
 
     async def dynamic_config(self, _: Request) -> Response:
@@ -104,10 +104,10 @@ class Samplers:
     async def sample(self, request: Request) -> Response:
         """Begin a sample, once, however often it is asked for."""
         asked: tinker.Asked = await read_body(request, tinker.read_sample)
-        if not self._promises.has(asked.name):
+        if not self._futures.has(asked.name):
             with ExitStack() as room:
                 room.enter_context(self._door.room())
-                self._promises.begin(asked.name, self._made(asked), on_end=room.pop_all().close)
+                self._futures.begin(asked.name, self._made(asked), on_end=room.pop_all().close)
         return answer({"request_id": asked.name, "sample_sequence_ids": asked.sequence_ids})
 
     async def _made(self, asked: tinker.Asked) -> bytes:
@@ -119,16 +119,16 @@ class Samplers:
     async def retrieve(self, request: Request) -> Response:
         """Answer a sample, or say that it is not made yet."""
         name = await read_body(request, _name)
-        if not self._promises.has(name):
+        if not self._futures.has(name):
             raise Refused(410, "unknown_request", "no sample of this request_id is known here: ask for it again")
-        ended = await self._promises.ended(name, WAIT_S)
+        ended = await self._futures.ended(name, WAIT_S)
         if ended is None:
             return answer({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
         return _told(ended)
 
     async def cancel(self, request: Request) -> Response:
         """Give a sample up."""
-        self._promises.cancel(await read_body(request, _name))
+        self._futures.cancel(await read_body(request, _name))
         return answer({})
 
 

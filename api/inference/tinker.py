@@ -1,10 +1,10 @@
-"""Tinker's sampling API: sessions, samples, and promises that are asked for until they are kept.
+"""Tinker's sampling API: sessions, samples, and futures that are asked for until they are kept.
 
 Source: tinker 0.38.0, tinker/resources and tinker/proto/tinker_public_pb2.pyi. What is sampled comes back as its
 protobuf message SampleResponse, whose few fields are written here.
 
 - A sampling session's name says which version it is pinned to, and nothing about it is kept.
-- A sample's name is its session's and its number: a request that comes again gets the same promise.
+- A sample's name is its session's and its number: a request that comes again gets the same future.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VARINT, BYTES = 0, 2  # protobuf's wire types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A sample, understood. name: of its promise. sequence_ids: one for each completion."""
+    """A sample, understood. name: of its future. sequence_ids: one for each completion."""
 
     prompt: Prompt
     name: str

@@ -1,4 +1,4 @@
-"""Tinker's sampling routes over completions from a script: promises, what is sampled, and what is refused."""
+"""Tinker's sampling routes over completions from a script: futures, what is sampled, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollfab.api.gateway.config import GatewayConfig
-from rollfab.api.inference import promises, samplers
+from rollfab.api.inference import futures, samplers
 from rollfab.api.inference.app import make_inference
 from rollfab.fabric.contract.errors import BrokerError, EngineUnsupported, VersionUnmet
 from rollfab.fabric.ports.inference import ANY, Pin
@@ -97,17 +97,17 @@ async def test_a_sample_is_made_once_and_is_told_as_the_sdk_reads_it(
     inference.script.append([made(8, 9, tops=tops, **told), made(300, finish="length", tops=[[(300, -0.125)]])])
     body = {**SAMPLE, "topk_sample_logprobs": 2, "topk_prompt_logprobs": 2, "prompt_logprobs": True}
 
-    # When it is asked for twice, as a lost answer makes the SDK do, and its promise is redeemed twice
-    promise = await ask(http, "asample", **body)
-    assert await ask(http, "asample", **body) == promise
-    answers = [await ask(http, "retrieve_future", request_id=promise["request_id"]) for _ in range(2)]
+    # When it is asked for twice, as a lost answer makes the SDK do, and its future is redeemed twice
+    future = await ask(http, "asample", **body)
+    assert await ask(http, "asample", **body) == future
+    answers = [await ask(http, "retrieve_future", request_id=future["request_id"]) for _ in range(2)]
 
     # Then the fleet was asked once, for just this
     (prompt,) = inference.prompts
     assert prompt.token_ids.tolist() == [5, 6, 7]
     asked = {"temperature": 0.5, "top_k": 0, "top_p": 1.0, "max_tokens": 9, "logprobs": 2, "prompt_logprobs": 2}
     assert (prompt.sampling, prompt.count, prompt.ends_at_eos, prompt.pin) == (asked, 2, True, ANY)
-    assert promise["sample_sequence_ids"] == [f"{SAMPLER}:0:0", f"{SAMPLER}:0:1"]
+    assert future["sample_sequence_ids"] == [f"{SAMPLER}:0:0", f"{SAMPLER}:0:1"]
     # And the answer has all of it
     assert answers[0] == answers[1]
     answer = fields(answers[0])
@@ -134,7 +134,7 @@ async def test_what_is_not_made_yet_is_asked_for_again_and_what_is_given_up_free
     pending = await ask(http, "retrieve_future", 408, request_id=names[0], allow_metadata_only=True)
     assert (pending["type"], pending["queue_state"]) == ("try_again", "active")
     await ask(http, "asample", 429, **{**SAMPLE, "seq_id": 2})
-    # When one is given up, its work ends, there is room again, and its promise is gone
+    # When one is given up, its work ends, there is room again, and its future is gone
     await ask(http, "cancel_future", request_id=names[1])
     await until(lambda: inference.cancelled_count == 1)
     await ask(http, "retrieve_future", 410, request_id=names[1])
@@ -147,7 +147,7 @@ async def test_what_is_not_made_yet_is_asked_for_again_and_what_is_given_up_free
 async def test_what_nobody_asks_for_any_more_is_given_up(
     inference: FakeInference, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(promises, "ASKED_S", 0.05)
+    monkeypatch.setattr(futures, "ASKED_S", 0.05)
     inference.script.append(asyncio.Event())
     name = (await ask(http, "asample", **SAMPLE))["request_id"]
     await until(lambda: inference.cancelled_count == 1)
@@ -158,7 +158,7 @@ async def test_what_nobody_asks_for_any_more_is_given_up(
 async def test_the_oldest_answers_make_room(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
-    monkeypatch.setattr(promises, limit, most)
+    monkeypatch.setattr(futures, limit, most)
     for seq in range(4):
         name = (await ask(http, "asample", **{**SAMPLE, "seq_id": seq}))["request_id"]
         await ask(http, "retrieve_future", request_id=name)
