@@ -23,10 +23,8 @@ from ..fabric.contract.errors import (
     ConfigError,
     EngineUnsupported,
     EnvironmentUnknown,
-    InputError,
     RewardUnknown,
     RunUnknown,
-    VersionConflict,
     VersionUnknown,
     WeightError,
     WireError,
@@ -47,6 +45,7 @@ from ..fabric.rules.queue.runs import undoable
 from ..fabric.versions.reader import Weights, fetch_weights
 from .agreement import AgreementReporter
 from .checks import check_peek, check_run, check_settings, check_view, make_groups
+from .evaluation import SUFFIX, check_existing, check_version, evaluation_of, goal_of
 from .filters import Keep, Refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .publish.publisher import Publisher, PublishReport
@@ -58,8 +57,6 @@ OFFERED = {  # error; the thing; who offers it; how to offer one
     "environment": (EnvironmentUnknown, "environment", "agent worker", "an agent with `rollfab agent --environment"),
     "reward": (RewardUnknown, "reward function", "reward worker", "a reward worker with `rollfab reward --reward"),
 }
-EVALUATION_SUFFIX = "-eval"
-EVALUATION_SHARE = 0.1  # of what the run itself gets of the workers
 HEAL_S, HEAL_LOOK_S = 10.0, 0.25  # how long a read waits for damage to be mended, and how often it looks
 
 
@@ -134,39 +131,54 @@ class AsyncFabric:
         """Open a run beside another one, pinned to one version of its weights, bit for bit; training goes on meanwhile.
 
         Its tasks, groups and share of the workers are its own. The next evaluation takes the same run on to a newer
-        version, by a delta; an older one needs another `name`.
+        version, by a delta; an older one needs a `name`. A refusal changes nothing.
 
         Args:
             run_id: the run whose weights are evaluated.
             version: a version that the run holds. Default: its head, or, if the evaluation is under way, its own.
-            name: of the evaluation's run. Default: `run_id` and "-eval".
-            **settings: fields of RunConfig that differ from the run's. `weight`, its share of the workers, is
-                EVALUATION_SHARE of the run's by default; its staleness is 0.
+            name: of this evaluation, beside others: its run is `run_id` and "-eval", then "-" and the name, if any.
+            **settings: fields of RunConfig that differ from the run's. `weight`, its share of the workers, is a tenth
+                of the run's by default; its staleness is 0.
 
         Raises:
             RunUnknown: there is no run `run_id`.
             VersionUnknown: the run does not hold that version, or none is published yet.
             VersionConflict: the evaluation is at another version, and has groups that nobody consumed, or is newer.
+            ConfigError: the evaluation's name is that of a run that was made for another purpose, or is none.
             InputError, EnvironmentUnknown, RewardUnknown: as for `run`.
         """
+        check_version(version)
         async with self._evaluating:
-            return await self._evaluation(run_id, version, name or f"{run_id}{EVALUATION_SUFFIX}", settings)
+            trained = await self.run(run_id)
+            try:
+                own = f"{run_id}{SUFFIX}" + ("" if name is None else f"-{name}")
+                return await self._evaluation(trained, own, version, settings)
+            finally:
+                await self._drop(trained)
 
-    async def _evaluation(self, run_id: str, version: int | None, name: str, settings: dict[str, Any]) -> AsyncRun:
-        trained = await self.run(run_id)
-        check_settings(name, settings)
-        own = {"weight": EVALUATION_SHARE * trained.config.weight, "staleness": 0, **settings}
-        if own["staleness"] != 0:
-            raise InputError(f"run {name!r}: staleness is {own['staleness']!r}, of an evaluation it is 0: leave it out")
-        config = replace(trained.config, **own, run_id=name)
+    async def _evaluation(
+        self, trained: AsyncRun, name: str, version: int | None, settings: dict[str, Any]
+    ) -> AsyncRun:
+        """Refuse what cannot be before anything is changed."""
+        check_name("run", name)
+        config = evaluation_of(trained.config, name, settings)
+        existing, held, depth = (await self._ports.board.runs()).get(name), -1, 0
+        if existing is not None:
+            check_existing(existing, trained.run_id)
+            held = (await self._ports.weights.head(name)).version
+            depth = (await self._ports.board.run_status(name)).depth
+        head = await trained.head_version()
+        goal = goal_of(name, trained.run_id, version, head=head, held=held, depth=depth)
+        weights = None if held == goal >= 0 else await trained.weights(goal)
         given = {each.name: getattr(config, each.name) for each in fields(config)}
-        evaluation = await self.run(given.pop("run_id"), **given)
-        if (kept := self._evaluations.setdefault(name, evaluation)) is not evaluation:  # it holds the weights before
-            kept.config = evaluation.config
-            await self._drop(evaluation)
-        await pin(trained, kept, version)
-        await self._drop(trained)
-        return kept
+        opened = await self.run(given.pop("run_id"), **given)
+        evaluation = self._evaluations.setdefault(name, opened)
+        if evaluation is not opened:
+            evaluation.config = opened.config
+            await self._drop(opened)
+        if weights is not None:
+            await evaluation._publish_next(weights, version=goal, is_first=held < 0)
+        return evaluation
 
     async def _drop(self, run: AsyncRun) -> None:
         """Close a run that nobody else has."""
@@ -427,6 +439,13 @@ class AsyncRun:
         self._publisher.start()
         return report
 
+    async def _publish_next(self, weights: Weights, *, version: int, is_first: bool) -> None:
+        """Publish. is_first: the run holds nothing, so what this process knows of it is of a run that was deleted."""
+        if is_first and self._publisher is not None:
+            await self._publisher.close()
+            self._publisher = None
+        await self.publish(weights, version=version)
+
     async def close(self) -> None:
         """End the background tasks, and give back the groups that others hold; the run and its work stay."""
         self.receipts.close()
@@ -506,35 +525,6 @@ class AsyncRun:
         """Return the run in numbers."""
         self._home.check()
         return await self._ports.board.run_status(self.run_id)
-
-
-async def pin(trained: AsyncRun, evaluation: AsyncRun, version: int | None) -> None:
-    """Have an evaluation's run hold a version of another one's, and none that is newer.
-
-    Raises:
-        VersionUnknown: the other run does not hold it.
-        VersionConflict: there is work of another version, or a newer version.
-    """
-    held, depth = await evaluation.head_version(), (await evaluation.status()).depth
-    goal = version if version is not None else held if depth else await trained.head_version()
-    if held == goal >= 0:
-        return
-    step = f"or evaluate version {goal} beside it: evaluation({trained.run_id!r}, {goal}, name=…)"
-    if depth:
-        raise VersionConflict(
-            f"run {evaluation.run_id!r} evaluates version {held}, and {depth} trajectories of it are not consumed yet: "
-            f"take its groups with groups(), or cancel them, {step}",
-            version=goal,
-            head=held,
-        )
-    if held > goal:
-        raise VersionConflict(
-            f"run {evaluation.run_id!r} has evaluated version {held}, and cannot go back to {goal}: evaluate a newer "
-            f"one, {step}",
-            version=goal,
-            head=held,
-        )
-    await evaluation.publish(await trained.weights(goal), version=goal)
 
 
 async def connect(url: str | None = None, *, client_name: str = "trainer") -> AsyncFabric:

@@ -1,4 +1,4 @@
-"""Tinker's sampling API: sessions, samples, and futures that are asked for until they are kept.
+"""Tinker's sampling API: sessions, samples, and futures that are asked for until they are done.
 
 Source: tinker 0.38.0, tinker/resources and tinker/proto/tinker_public_pb2.pyi. What is sampled comes back as its
 protobuf message SampleResponse, whose few fields are written here.

@@ -44,7 +44,7 @@ class EvaluationRequest(Request):
     version: Annotated[StrictInt, Field(ge=0)] | None = None
     """Null: the head, or, if the evaluation is under way, its own."""
     name: str | None = None
-    """Of the evaluation's run; null: the run's and "-eval"."""
+    """Of this evaluation, beside others; its run is the run's name, "-eval" and, with a name, "-" and that."""
     settings: dict[str, Any] = {}
     """Settings that differ from the run's, environment among them. weight: its share; default: a tenth of the run's."""
 

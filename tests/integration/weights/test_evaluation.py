@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rollfab.fabric.contract.errors import InputError, RunUnknown, VersionConflict, VersionUnknown
+from rollfab.fabric.contract.errors import ConfigError, InputError, RunUnknown, VersionConflict, VersionUnknown
 from rollfab.fabric.contract.records import Group
 from rollfab.trainer.client import Run
 from tests.bench.lively import lively_weights
@@ -83,6 +83,10 @@ def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_fa
         run = fabric.fabric.run("lake", model="tiny", environment="walk", **SETTINGS)
         with pytest.raises(VersionUnknown, match="nothing is published yet"):
             fabric.fabric.evaluation("lake")
+        assert "lake-eval" not in fabric.fabric.runs(), "what is refused changes nothing"
+        for version in ("1", -3, 1.5, True):
+            with pytest.raises(InputError, match="expected a whole number"):
+                fabric.fabric.evaluation("lake", version)  # type: ignore[arg-type]
         run.publish(changed(0), version=0)
         with pytest.raises(VersionUnknown, match="version 7 of run 'lake' is not held"):
             fabric.fabric.evaluation("lake", 7)
@@ -96,12 +100,25 @@ def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_fa
 
         # When the next one begins before all of the first is consumed: refused if it is another version
         with pytest.raises(VersionConflict, match="evaluates version 0, and 4 trajectories of it are not consumed yet"):
-            fabric.fabric.evaluation("lake", 1)
+            fabric.fabric.evaluation("lake", 1, weight=7.0)
+        assert fabric.fabric.runs()["lake-eval"].weight == pytest.approx(0.1)
         # Then a caller that comes back is at its own version, and another name stands beside it
         assert fabric.fabric.evaluation("lake").head_version() == 0
-        assert fabric.fabric.evaluation("lake", 1, name="other").head_version() == 1
+        other = fabric.fabric.evaluation("lake", 1, name="other")
+        assert (other.run_id, other.head_version()) == ("lake-eval-other", 1)
         for name in NAMES:
             assert evaluation.cancel(name)
         assert fabric.fabric.evaluation("lake").head_version() == 1
         with pytest.raises(VersionConflict, match="cannot go back to 0"):
             fabric.fabric.evaluation("lake", 0)
+        # And one that an operator deletes, together with its weights, begins anew in the same process
+        fabric.ask(lambda ports: ports.board.delete_run("lake-eval"))
+        anew = fabric.fabric.evaluation("lake", 0)
+        for name, each in changed(0).items():
+            np.testing.assert_array_equal(anew.weights()[name], each)
+
+        # When a run that is trained has such a name: its settings and its weights stay its own
+        trained = fabric.fabric.run("lake-eval-2", model="tiny", environment="walk", staleness=3)
+        with pytest.raises(ConfigError, match="'lake-eval-2' is no evaluation of run 'lake': its staleness is 3"):
+            fabric.fabric.evaluation("lake", 0, name="2")
+        assert (fabric.fabric.runs()["lake-eval-2"].staleness, trained.head_version()) == (3, -1)

@@ -1,0 +1,81 @@
+"""Which run an evaluation is, and which version it may hold: rules over plain values.
+
+An evaluation's run has the name of the run beside it, and an ending of its own: so no call can mean a run that is
+trained, and change its settings or publish to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..fabric.contract.errors import ConfigError, InputError, VersionConflict
+from ..fabric.contract.fields import WHOLE_MAX
+from ..fabric.contract.records import RunConfig
+from ..fabric.contract.sampling import is_whole
+from .checks import check_settings
+
+SUFFIX = "-eval"
+SHARE = 0.1  # of what the run itself gets of the workers
+
+
+def evaluation_of(trained: RunConfig, name: str, settings: Mapping[str, Any]) -> RunConfig:
+    """Return the settings of the run `name`, an evaluation of another one.
+
+    Raises:
+        InputError: a setting does not exist, or cannot be another one.
+    """
+    check_settings(name, settings)
+    own = {"weight": SHARE * trained.weight, "staleness": 0, **settings}
+    if own["staleness"] != 0:
+        raise InputError(f"run {name!r}: staleness is {own['staleness']!r}, of an evaluation it is 0: leave it out")
+    return replace(trained, **own, run_id=name)
+
+
+def check_version(version: Any) -> None:
+    """Require a version's number, or None. Raises InputError."""
+    if version is not None and not (is_whole(version) and 0 <= version <= WHOLE_MAX):
+        raise InputError(f"version is {version!r:.100}, expected a whole number of at least 0", name="version")
+
+
+def check_existing(existing: RunConfig, trained: str) -> None:
+    """Require that a run is an evaluation. Raises ConfigError: somebody trains it."""
+    if existing.staleness != 0:
+        raise ConfigError(
+            f"run {existing.run_id!r} is no evaluation of run {trained!r}: its staleness is {existing.staleness}, so "
+            f"somebody made it for another purpose. Give name=… for an evaluation beside it",
+            run_id=existing.run_id,
+        )
+
+
+def goal_of(name: str, trained: str, version: int | None, *, head: int, held: int, depth: int) -> int:
+    """Choose the version that an evaluation holds from now on.
+
+    Args:
+        name: of its run.
+        trained: the run that is evaluated.
+        version: what was asked for; None: its own, while there is work of it, else the head.
+        head: of the run that is evaluated.
+        held: by the evaluation; -1: none yet.
+        depth: trajectories of the evaluation that are not consumed.
+
+    Raises:
+        VersionConflict: there is work of another version, or a newer version.
+    """
+    goal = version if version is not None else held if depth else head
+    step = f"or evaluate version {goal} beside it: evaluation({trained!r}, {goal}, name=…)"
+    if depth and held != goal:
+        raise VersionConflict(
+            f"run {name!r} evaluates version {held}, and {depth} trajectories of it are not consumed yet: "
+            f"take its groups with groups(), or cancel them, {step}",
+            version=goal,
+            head=held,
+        )
+    if goal >= 0 and held > goal:
+        raise VersionConflict(
+            f"run {name!r} has evaluated version {held}, and cannot go back to {goal}: evaluate a newer one, {step}",
+            version=goal,
+            head=held,
+        )
+    return goal
