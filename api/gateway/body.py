@@ -111,10 +111,11 @@ def read_json(data: bytes) -> Any:
     return value
 
 
-def take_sampling(body: Body, *, length: Iterable[str], stop: str) -> dict[str, Any]:
+def take_sampling(body: Body, *, length: Iterable[str], stop: str | None) -> dict[str, Any]:
     """Take the fields that say how to sample, as values of Sampling.
 
-    length: names of the field with the most tokens, of which one may be there. stop: name of the one with stop texts.
+    length: names of the field with the most tokens, of which one may be there. stop: name of the one with stop texts;
+    None: they are taken elsewhere.
     """
     found: dict[str, Any] = {name: body.take(name) for name in SAMPLED if body.has(name)}
     if found.get("top_k") == -1:  # vLLM's word for all
@@ -124,7 +125,7 @@ def take_sampling(body: Body, *, length: Iterable[str], stop: str) -> dict[str, 
             if "max_tokens" in found:
                 raise InputError(f"the request has {' and '.join(length)}: leave one of them out", name=name)
             found["max_tokens"] = _length(name, body.take(name))
-    stops = body.take(stop)
+    stops = None if stop is None else body.take(stop)
     if stops is not None:
         found["stop"] = [stops] if isinstance(stops, str) else stops
     return check_sampling(found, "the request")

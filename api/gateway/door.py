@@ -14,13 +14,13 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
 from ...fabric.contract.clock import Clock
 from ...fabric.host.helpers import end_all
-from ...fabric.ports.sessions import KEY_FORM, Session, SessionFacts, Sessions
+from ...fabric.ports.sessions import KEY_FORM, Session, SessionFacts
 from ..access.auth import bearer
 from ..access.keys import place_among
 from ..access.problems import Refused
@@ -34,10 +34,17 @@ WINDOW_S = 60.0  # in which wrong keys are counted
 ADDRESS_COUNT_MAX = 10_000  # that are remembered; the oldest goes first
 
 
+class Keys(Protocol):
+    """What a door asks of sessions, see ports/sessions.py."""
+
+    def find(self, key: str) -> Session | None: ...
+    async def find_recorded(self, key: str) -> SessionFacts | None: ...
+
+
 class Door:
     """The door of one gateway."""
 
-    def __init__(self, sessions: Sessions, config: GatewayConfig, clock: Clock) -> None:
+    def __init__(self, sessions: Keys, config: GatewayConfig, clock: Clock) -> None:
         self._sessions = sessions
         self._config = config
         self._failures = Failures(config.failed_key_count_max, clock)

@@ -81,16 +81,13 @@ def make_inference(inference: Inference, config: GatewayConfig, *, clock: Clock 
 
 
 class _NoSessions:
-    """What a door asks for that lets nobody in but by a creator's key."""
+    """The sessions of a door that lets nobody in but by a creator's key: none."""
 
     def find(self, _: str) -> None:
         return None
 
     async def find_recorded(self, _: str) -> None:
         return None
-
-    async def open(self, run_id: str, *, wait_s: float) -> Any:
-        raise NotImplementedError("no session is opened here")
 
 
 NO_SESSIONS = _NoSessions()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from starlette.responses import Response
+
 from ...fabric.host.helpers import end_all
 
 ASKED_S = 120.0
@@ -24,7 +26,7 @@ KEPT_BYTES_MAX = 256 << 20
 class Future:
     """One answer. asked_s: when it was last asked for, on the loop's clock."""
 
-    task: asyncio.Task[bytes]
+    task: asyncio.Task[Response]
     asked_s: float
 
 
@@ -41,7 +43,7 @@ class Futures:
         """Whether there is one of this name."""
         return name in self._futures
 
-    def begin(self, name: str, work: Coroutine[Any, Any, bytes], on_end: Callable[[], None]) -> None:
+    def begin(self, name: str, work: Coroutine[Any, Any, Response], on_end: Callable[[], None]) -> None:
         """Have `work` done in the background. on_end: called once it has ended, in whatever way."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(work)
@@ -51,7 +53,7 @@ class Futures:
         if self._sweep is None:
             self._sweep = loop.call_later(ASKED_S / 4, self._give_up)
 
-    async def ended(self, name: str, wait_s: float) -> asyncio.Task[bytes] | None:
+    async def ended(self, name: str, wait_s: float) -> asyncio.Task[Response] | None:
         """Wait for an answer; None: it is not there yet. Raises KeyError: there is no such future."""
         future, loop = self._futures[name], asyncio.get_running_loop()
         future.asked_s = loop.time()
@@ -73,11 +75,11 @@ class Futures:
         futures, self._futures = self._futures, {}
         await end_all([each.task for each in futures.values()])
 
-    def _keep(self, name: str, task: asyncio.Task[bytes]) -> None:
+    def _keep(self, name: str, task: asyncio.Task[Response]) -> None:
         """Keep an answer that is there now, and forget the oldest ones that are too many."""
         if task.cancelled():
             return
-        size = 0 if task.exception() is not None else len(task.result())
+        size = 0 if task.exception() is not None else len(task.result().body)
         if name not in self._futures:
             return
         self._kept[name] = size

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...fabric.contract.errors import EngineError
+from ...fabric.contract.errors import EngineError, FabricError
 from ...fabric.ports.inference import ABORT, Completions, Inference
 from ..access.problems import Refused
 from ..gateway.body import Body
@@ -110,11 +110,15 @@ class Samplers:
                 self._futures.begin(asked.name, self._made(asked), on_end=room.pop_all().close)
         return answer({"request_id": asked.name, "sample_sequence_ids": asked.sequence_ids})
 
-    async def _made(self, asked: tinker.Asked) -> bytes:
-        completions: Completions = await self._inference.generate(asked.prompt)
+    async def _made(self, asked: tinker.Asked) -> Response:
+        """Make the answer, also that of a failure: an error that is kept would keep the prompt with it."""
+        try:
+            completions: Completions = await self._inference.generate(asked.prompt)
+        except FabricError as error:
+            return _failed(error)
         if any(made.finish == ABORT for made in completions.made):
-            raise EngineError("the sample was given up: requests were aborted")
-        return tinker.sampled(asked, completions)
+            return _failed(EngineError("the sample was given up: requests were aborted"))
+        return Response(tinker.sampled(asked, completions), 200, HEADERS, "application/x-protobuf")
 
     async def retrieve(self, request: Request) -> Response:
         """Answer a sample, or say that it is not made yet."""
@@ -132,14 +136,18 @@ class Samplers:
         return answer({})
 
 
-def _told(ended: asyncio.Task[bytes]) -> Response:
-    """Answer with a sample, or tell why there is none."""
+def _told(ended: asyncio.Task[Response]) -> Response:
+    """Answer with a sample, or tell why there is none: a 500 would have the SDK ask again without a pause."""
     if ended.cancelled():
         raise Refused(410, "unknown_request", "the sample was given up: ask for it again")
     error = ended.exception()
     if error is None:
-        return Response(ended.result(), 200, HEADERS, "application/x-protobuf")
+        return ended.result()
     assert isinstance(error, Exception)
+    return _failed(error)
+
+
+def _failed(error: Exception) -> Response:
     problem = problem_of(error, "/api/v1/asample")
     return answer({"error": problem.message, "category": "user" if problem.status < 500 else "server"})
 

@@ -128,7 +128,7 @@ def _chunks(body: Body) -> list[Any]:
 
 def _sampling(fields: Body) -> tuple[dict[str, Any], bool]:
     stops = fields.take("stop")
-    sampling = take_sampling(fields, length=("max_tokens",), stop="")
+    sampling = take_sampling(fields, length=("max_tokens",), stop=None)
     sampling.setdefault("max_tokens", PROMPT_TOKENS_MAX)
     fields.close()
     if isinstance(stops, list) and stops and all(isinstance(each, int) for each in stops):

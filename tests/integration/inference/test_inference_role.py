@@ -19,8 +19,8 @@ import pytest
 from rollfab.deploy.weights.export import export_delta
 from rollfab.fabric.inspect.disk_delta import Form
 from tests.bench.lively import lively_weights
-from tests.support.processes.fabric_processes import Processes, processes
-from tests.support.processes.inference_process import RUN, InferenceProcess, running_inference
+from tests.support.processes.fabric_processes import Processes
+from tests.support.processes.inference_process import RUN, InferenceProcess, running_fleet
 from tests.support.tokenizer_files import byte_level, save
 from tests.support.until import until
 
@@ -38,15 +38,8 @@ REQUESTS = 300
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceProcess]:
-    directory = tmp_path_factory.mktemp("inference")
-    with processes(directory) as fabric:
-        fabric.start("controller", "controller", "--name", "controller")
-        fabric.start("dedicated", "worker")
-        with running_inference(fabric, directory) as fleet:
-            fabric.wait_for_role("controller", "dedicated", timeout_s=150.0)
-            fleet.save("0", lively_weights())
-            fleet.post("/update_weights_from_disk", {"model_path": "0", "weight_version": "0"})
-            yield fleet
+    with running_fleet(tmp_path_factory.mktemp("inference")) as fleet:
+        yield fleet
 
 
 def ask(*prompt: int, length: int = 12, **more: Any) -> dict[str, Any]:

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from tests.bench.lively import lively_weights
-from tests.support.processes.fabric_processes import processes
-from tests.support.processes.inference_process import RUN, InferenceProcess, running_inference
+from tests.support.processes.inference_process import RUN, InferenceProcess, running_fleet
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(240)]
@@ -31,15 +30,8 @@ SAID = "said.jsonl"
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceProcess]:
     assert CLIENTS_PYTHON.exists(), "make .venv-clients/.done"
-    directory = tmp_path_factory.mktemp("tinker")
-    with processes(directory) as fabric:
-        fabric.start("controller", "controller", "--name", "controller")
-        fabric.start("dedicated", "worker")
-        with running_inference(fabric, directory) as fleet:
-            fabric.wait_for_role("controller", "dedicated", timeout_s=150.0)
-            fleet.save("0", lively_weights())
-            fleet.post("/update_weights_from_disk", {"model_path": "0", "weight_version": "0"})
-            yield fleet
+    with running_fleet(tmp_path_factory.mktemp("tinker")) as fleet:
+        yield fleet
 
 
 def sdk(fleet: InferenceProcess, tmp_path: Path, *words: Any) -> subprocess.Popen[bytes]:

@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 
 from rollfab.api.access.keys import add_key
 from rollfab.deploy.local.up import free_port
-from tests.support.processes.fabric_processes import Processes
+from tests.bench.lively import lively_weights
+from tests.support.processes.fabric_processes import Processes, processes
 
 RUN = "policy"
 
@@ -65,3 +66,16 @@ def running_inference(fabric: Processes, directory: Path) -> Iterator[InferenceP
     with process.http:
         fabric.until(process.answers, 30.0, "the gateway answers")
         yield process
+
+
+@contextmanager
+def running_fleet(directory: Path) -> Iterator[InferenceProcess]:
+    """Start a whole fabric with one worker, whose inference API has lively weights as version 0."""
+    with processes(directory) as fabric:
+        fabric.start("controller", "controller", "--name", "controller")
+        fabric.start("dedicated", "worker")
+        with running_inference(fabric, directory) as fleet:
+            fabric.wait_for_role("controller", "dedicated", timeout_s=150.0)
+            fleet.save("0", lively_weights())
+            fleet.post("/update_weights_from_disk", {"model_path": "0", "weight_version": "0"})
+            yield fleet

@@ -172,6 +172,7 @@ async def test_the_oldest_answers_make_room(
         (EngineUnsupported("no such thing"), "user", "no such thing"),
         (VersionUnmet("version 3 is over", head_version=5), "user", "version 3 is over"),
         (BrokerError("redis://secret:6379 is gone"), "server", "cannot be reached"),
+        (RuntimeError("a fault of ours, with a secret"), "server", "its log says more"),
     ],
 )
 async def test_a_failure_is_told_with_whose_it_is(

@@ -18,7 +18,12 @@ from rollfab.fabric.contract.errors import EngineError
 from rollfab.fabric.contract.records import Sampling
 from rollfab.workers.engines.vllm.attached.admission import Turns
 from rollfab.workers.engines.vllm.attached.client import Client, Reply
-from rollfab.workers.engines.vllm.attached.routes import CompletionsRoute, GenerateRoute, find_logprob_count_max
+from rollfab.workers.engines.vllm.attached.routes import (
+    CompletionsRoute,
+    GenerateRoute,
+    find_logprob_count_max,
+    find_route,
+)
 from rollfab.workers.engines.vllm.attached.streams import (
     PACE_TOKENS_MIN,
     PIECE_S,
@@ -192,6 +197,19 @@ def test_one_more_likeliest_token_is_asked_for_and_the_drawn_one_counts_where_it
     assert (told.tolist(), told.dtype) == ([[-0.5, -1.0], [-0.25, -2.0], [0.0, -math.inf]], np.float32)
     assert list(piece.logprobs) == [-1.0, -3.0, 0.0]
     assert GenerateRoute(4).piece({"choices": [choice]}, replace(ask, sampling=Sampling())).sides == ()
+
+
+@pytest.mark.parametrize(
+    ("tops", "count"),
+    [([{"token_id": 3, "logprob": -1.0}], 19), ([], 0), ([{"token": "token_id:3", "logprob": -1.0}], 0), (None, 0)],
+)
+async def test_a_server_that_names_no_ids_is_not_asked_for_likeliest_tokens_there(tops: Any, count: int) -> None:
+    class Told(Client):
+        async def call(self, method: str, path: str, body: Any = None, **options: Any) -> Reply:
+            return Reply(200, {"choices": [{"logprobs": {"content": [{"top_logprobs": tops}]}}]}, "")
+
+    route = await find_route(Told("http://127.0.0.1:9", None), "m", 20)
+    assert isinstance(route, GenerateRoute) and route.logprob_count_max == count
 
 
 async def test_likeliest_tokens_are_asked_for_by_the_route_that_tells_all_of_them() -> None:

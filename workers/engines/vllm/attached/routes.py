@@ -201,11 +201,16 @@ async def find_route(client: Client, model: str, logprob_count_max: int) -> Rout
     reply = await client.call("POST", GenerateRoute.path, body)
     if not reply.is_ok:
         return CompletionsRoute(model)
+    return GenerateRoute(logprob_count_max - 1 if _names_tokens(reply.data) else 0)
+
+
+def _names_tokens(data: Any) -> bool:
+    """Tell whether an answer names the likeliest tokens by their ids, as vLLM 0.32 does and versions before did not."""
     try:
-        _likeliest(reply.data["choices"][0]["logprobs"]["content"][0]["top_logprobs"], 1)
-    except (KeyError, TypeError, IndexError):  # another version's shape
-        return GenerateRoute()
-    return GenerateRoute(logprob_count_max - 1)
+        ids, _ = _likeliest(data["choices"][0]["logprobs"]["content"][0]["top_logprobs"], 1)
+    except (KeyError, TypeError, IndexError):
+        return False
+    return len(ids) == 1
 
 
 async def reports_processed_logprobs(client: Client, model: str) -> bool:
