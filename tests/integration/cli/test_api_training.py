@@ -34,7 +34,7 @@ async def api(url: str, tmp_path: Path) -> AsyncIterator[ApiWorld]:
     """An api that serves trainers, whose weights lie below tmp_path; its run r1 has an agent."""
     async with (
         AsyncFabric(await RedisFabric.open(url, client_name="api"), url) as trainer,
-        running_api(url, training=router(Runs(trainer), WeightFiles(tmp_path))) as world,
+        running_api(url, training=router(Runs(trainer), WeightFiles(tmp_path)), cache_s=0.0) as world,
     ):
         await world.beat("agent-1", "agent", environments=["frozenlake"])
         yield world
