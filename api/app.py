@@ -22,6 +22,7 @@ from fastapi.staticfiles import StaticFiles
 from .. import __version__
 from ..fabric.contract.clock import Clock, SystemClock
 from ..fabric.host.helpers import end_all
+from ..fabric.model.shown_tokens import Tokenizers
 from .access.auth import Guard
 from .access.config import ApiConfig, check_config
 from .access.connections import BodyLimit
@@ -29,7 +30,7 @@ from .access.problems import install_problems
 from .reading.events import EventTail
 from .reading.status import Ports, StatusReader
 from .reading.weights import WeightReader
-from .routes import events, health, lending, read
+from .routes import events, health, lending, read, trajectories
 from .routes.context import Context
 from .schemas.answers import Problem
 from .schemas.lending import LendRequest
@@ -77,7 +78,7 @@ def make_app(
         else [],  # says so in the documentation
     )
     app.state.context = context
-    for routes in (health, read, events, lending):
+    for routes in (health, read, trajectories, events, lending):
         app.include_router(routes.router(context))
     if training is not None:
         app.include_router(training)
@@ -122,7 +123,7 @@ def make_context(ports: Ports, config: ApiConfig, clock: Clock) -> Context:
     tail = EventTail(ports.board, clock)
     weights = WeightReader(ports.weights)
     status = StatusReader(ports, tail=tail, weights=weights, config=config, clock=clock)
-    return Context(ports=ports, config=config, tail=tail, weights=weights, status=status)
+    return Context(ports=ports, config=config, tail=tail, weights=weights, status=status, tokenizers=Tokenizers())
 
 
 def _lifespan(context: Context) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...fabric.model.shown_tokens import Tokenizers
 from ..access.config import ApiConfig
 from ..reading.events import EventTail
 from ..reading.status import Ports, StatusReader
@@ -19,3 +20,4 @@ class Context:
     tail: EventTail
     weights: WeightReader
     status: StatusReader
+    tokenizers: Tokenizers

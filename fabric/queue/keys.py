@@ -26,7 +26,8 @@ Fabric: tag {rf}
 
 Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:run            HASH   head_version, staleness, when_stale, depth (trajectories not yet consumed) and
-                                   depth_max, bytes (jobs and rollouts of open and waiting groups) and bytes_max.
+                                   depth_max, bytes (jobs and rollouts of open and waiting groups), bytes_max and
+                                   kept_bytes.
                                    Shard 0: agreement (Agreement), as a trainer compared last.
   rf:{run.s}:clock          STRING as rf:{rf}:clock.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).
@@ -48,6 +49,12 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    stream's consumer, by whoever takes its groups over.
   rf:{run.s}:dead           HASH   trajectory_id → DeadLetter. Deleted by retry or discard.
   rf:{run.s}:consumed       ZSET   group_id → when it was acknowledged or cancelled, the newest CONSUMED_COUNT_MAX.
+  rf:{run.s}:begun          ZSET   trajectory_id → when an agent took it first. Member deleted when it ends; a rollout
+                                   that is too stale is there again.
+  rf:{run.s}:kept           STREAM group, bytes: acknowledged groups that are kept for people to look at, the newest and
+                                   ever fewer older ones (rules/queue/keeping.py). Their sum is the run's kept_bytes.
+  rf:{run.s}:kept:row:<id>  HASH   as group:<id>, which it was. Deleted with its entry of kept.
+  rf:{run.s}:kept:rollouts:<id>  HASH  as rollouts:<id>. As above.
 
   For each kind of job, K = trajectory | turn:
   rf:{run.s}:K:ready:<u>    STREAM id: jobs that wait, by urgency 0 (first), 1, 2; consumer group "workers". Entry
@@ -172,6 +179,8 @@ class GroupKeys:
 
     row: str
     rollouts: str
+    kept_row: str
+    kept_rollouts: str
 
 
 class ShardKeys:
@@ -191,6 +200,8 @@ class ShardKeys:
         self.consumers = f"{self.base}:consumers"
         self.dead = f"{self.base}:dead"
         self.consumed = f"{self.base}:consumed"
+        self.begun = f"{self.base}:begun"
+        self.kept = f"{self.base}:kept"
         self.trajectory = self._jobs("trajectory")
         self.turn = self._jobs("turn")
         self.turn_agent = f"{self.base}:turn:agent"
@@ -203,7 +214,8 @@ class ShardKeys:
         return JobKeys(ready, *(f"{self.base}:{kind}:{name}" for name in names))
 
     def of_group(self, group_id: str) -> GroupKeys:
-        return GroupKeys(self.group(group_id), self.rollouts(group_id))
+        kept_row, kept_rollouts = (f"{self.base}:kept:{table}:{group_id}" for table in ("row", "rollouts"))
+        return GroupKeys(self.group(group_id), self.rollouts(group_id), kept_row, kept_rollouts)
 
     def group(self, group_id: str) -> str:
         return f"{self.base}:group:{group_id}"

@@ -33,6 +33,7 @@ from ..ports.queue import BAD_ROW_COUNT_MAX, BadRow
 from ..rules.lending.lease import time_left
 from ..rules.lending.terms import check_setting, setting_of
 from ..rules.queue.curve import Curve, RewardBucket, read_curve
+from ..rules.queue.keeping import KeptGroup
 from ..rules.queue.retries import given_up
 from ..rules.weights.chain import Link
 
@@ -338,6 +339,17 @@ def sharing_row(raw: bytes) -> SharingReport | None:
         return None
     figures = (*report.alone.values(), *report.shared.values())
     return report if all(type(figure) in (int, float) for figure in figures) else None
+
+
+def kept_row(entry_id: bytes, fields: Mapping[bytes, bytes]) -> KeptGroup:
+    """Read an entry of the groups that are kept; one that says no size counts as large, and goes first."""
+    size = fields.get(b"bytes", b"")
+    return KeptGroup(
+        entry_id=entry_id.decode(),
+        group_id=fields.get(b"group", b"").decode("utf-8", "replace"),
+        ended_ms=int(entry_id.partition(b"-")[0]),
+        size_bytes=int(size) if size.isdigit() and len(size) <= 16 else WHOLE_MAX,
+    )
 
 
 def head_row(run_id: str, values: Sequence[bytes | None]) -> Head:

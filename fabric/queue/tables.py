@@ -54,8 +54,8 @@ CLOCK = re.compile(rb"(?=.{1,31}\Z)\d+ \d+")
 LEADER = re.compile(rb"[^\s/]+/?\S* \d+ \d+")
 DIGESTS = re.compile(rb"( [0-9a-f]{32})+")
 OPEN = re.compile(rb"[012] -?\d+ \d+")
-SUMS_OF_GROUP = frozenset((b"size", b"quorum", b"priority", b"completed", b"failed", b"cancelled", b"bytes"))
-SUMS_OF_RUN = frozenset((b"head_version", b"staleness", b"depth", b"depth_max", b"bytes", b"bytes_max"))
+SUMS_OF_GROUP = frozenset((b"size", b"quorum", b"priority", b"completed", b"failed", b"cancelled", b"bytes", b"ended"))
+SUMS_OF_RUN = frozenset((b"head_version", b"staleness", b"depth", b"depth_max", b"bytes", b"bytes_max", b"kept_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +221,10 @@ SHARD: Tables = {
     "consumers": ("zset", _finite),
     "dead": ("hash", lambda run, name, raw: DeadLetter.decode(raw)),
     "consumed": ("zset", _finite),
+    "begun": ("zset", _job_time),
+    "kept": ("stream", lambda run, name, fields: _require(b"group" in fields, "it names no group")),
+    "kept:row:*": ("hash", _group_fact),
+    "kept:rollouts:*": ("hash", _rollout),
     "trajectory:job": ("hash", lambda run, name, raw: job_row(name, raw)),
     "trajectory:log": ("hash", lambda run, name, raw: load_json(raw)),
     "turn:job": ("hash", lambda run, name, raw: turn_row(name, raw)),
