@@ -80,6 +80,7 @@ def make_app(
     app.state.context = context
     for routes in (health, read, trajectories, events, lending):
         app.include_router(routes.router(context))
+    app.include_router(trajectories.history_router(context))
     if training is not None:
         app.include_router(training)
     app.include_router(_pages())

@@ -1,4 +1,6 @@
-"""Reading trajectories: what is under way, what waits for a trainer, what is kept of the past, and one in full."""
+"""Reading trajectories: what is under way, what waits for a trainer, what is kept of the past, and one in full.
+
+And what happened over the last days."""
 
 from __future__ import annotations
 
@@ -9,14 +11,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from ...fabric.contract.errors import BrokerError
+from ...fabric.contract.fields import WHOLE_MAX
 from ...fabric.contract.wire import dump_json
+from ...fabric.inspect.history import lending_verdicts, points
 from ...fabric.inspect.trace import group_row, progress_row, row_of, view_of
 from ...fabric.ports.reading import Counts, TrajectoryReader
 from ..access.problems import Refused
 from ..schemas.answers import Problem
-from ..schemas.trajectories import Groups, Lists, Trajectories, TrajectoryCounts, TrajectoryView
+from ..schemas.trajectories import Groups, History, Lists, Trajectories, TrajectoryCounts, TrajectoryView
 from .context import Context
 
+DAY_MS = 86_400_000
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     403: {"model": Problem, "description": "The api's broker user may not read trajectories"},
     404: {"model": Problem, "description": "No such run or trajectory"},
@@ -80,6 +85,27 @@ def router(context: Context) -> APIRouter:
             )
         view = view_of(run_id, seen, *await context.tokenizers.of(status.config.model))
         return Response(dump_json(view), media_type="application/json")
+
+    return routes
+
+
+def history_router(context: Context) -> APIRouter:
+    """Make the route /v1/history."""
+    routes = APIRouter(prefix="/v1", tags=["read"])
+
+    @routes.get("/history")
+    async def history(
+        since_ms: Annotated[int | None, Query(ge=0, le=WHOLE_MAX, description="default: a day before now")] = None,
+        until_ms: Annotated[int | None, Query(ge=0, le=WHOLE_MAX, description="default: now")] = None,
+        count: Annotated[int, Query(ge=1, le=1000, description="of points, at most")] = 300,
+    ) -> History:
+        """Tell what happened over hours or days: rates, levels, and what serving users saw."""
+        board = context.ports.board
+        end_ms = until_ms if until_ms is not None else await board.wall_ms()
+        samples = await board.samples(since_ms if since_ms is not None else end_ms - DAY_MS, end_ms)
+        found = points(samples, count)
+        since = samples[0].time_ms if found else None
+        return History(points=found, since_ms=since, lending=lending_verdicts(found))
 
     return routes
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from ..contract.agreement import Agreement
 from ..contract.ids import NAME
 from ..contract.images import Image
-from ..contract.lease_plan import LeaseChange, LeasePlan
+from ..contract.lease_plan import LeaseChange, LeasePlan, Sample
 from ..contract.limits import TURN_COUNT_MAX
 from ..contract.records import (
     DeadLetter,
@@ -516,6 +516,14 @@ class LeaseBoard(Protocol):
 
     async def plan(self) -> LeasePlan | None:
         """Return the newest plan; None: there is none, or it cannot be read."""
+        ...
+
+    async def add_sample(self, term: int, sample: Sample) -> bool:
+        """Keep a sample for people who look later; False (and nothing written) if a newer term has begun."""
+        ...
+
+    async def samples(self, since_ms: int, until_ms: int) -> list[Sample]:
+        """Return the samples that were written between two times of the broker's wall clock, the oldest first."""
         ...
 
     async def leases(self, run_id: str) -> dict[str, Lease]: ...

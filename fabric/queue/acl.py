@@ -125,30 +125,30 @@ RIGHTS: dict[str, Rights] = {
     ),
     "controller": Rights(
         purpose="publishes leases",
-        scripts=f"{BEAT} lead set_leases assign forget_workers set_plan clock add_event",
+        scripts=f"{BEAT} lead set_leases assign forget_workers set_plan add_sample clock add_event",
         commands=f"{STATUS} {LEAVE}",
         reads=STATUS_KEYS,
         writes=f"{BEAT_KEYS} {{rf}}:leader {{rf}}:lease_epoch {{rf}}:plan {{rf}}:lease_bell:* {{rf}}:events "
-        "{run}:leases {run}:lease_term",
+        "{rf}:samples {run}:leases {run}:lease_term",
     ),
     "api-read": Rights(
         purpose="an api that shows; sees numbers and dead letters, neither tasks nor tokens nor weights",
         scripts="clock holders",
-        commands=f"{STATUS} hkeys xread",
-        reads=f"{STATUS_KEYS} {{rf}}:events {HELD_KEYS}",
+        commands=f"{STATUS} hkeys xread xrange",
+        reads=f"{STATUS_KEYS} {{rf}}:events {{rf}}:samples {HELD_KEYS}",
     ),
     "api-control": Rights(
         purpose="an api that also switches lending",
         scripts="clock holders add_event set_lend",
-        commands=f"{STATUS} hkeys xread",
-        reads=f"{STATUS_KEYS} {{rf}}:events {HELD_KEYS}",
+        commands=f"{STATUS} hkeys xread xrange",
+        reads=f"{STATUS_KEYS} {{rf}}:events {{rf}}:samples {HELD_KEYS}",
         writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
     ),
     "api-trajectories": Rights(
         purpose="an api that also switches lending, and shows trajectories: tasks, texts and tokens",
         scripts="clock holders add_event set_lend look_begun",
         commands=f"{STATUS} hkeys xread xrange xrevrange",
-        reads=f"{STATUS_KEYS} {{rf}}:events {HELD_KEYS} {TRAJECTORY_KEYS}",
+        reads=f"{STATUS_KEYS} {{rf}}:events {{rf}}:samples {HELD_KEYS} {TRAJECTORY_KEYS}",
         writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
     ),
     "operator": Rights(

@@ -20,6 +20,7 @@ Fabric: tag {rf}
   rf:{rf}:leader            STRING "controller/process term until_ms". Rewritten by whoever leads.
   rf:{rf}:lease_epoch       STRING the highest term, only grows: older ones write nothing. Never deleted.
   rf:{rf}:plan              STRING LeasePlan, the newest: for people. Rewritten by whoever leads. Never deleted.
+  rf:{rf}:samples           STREAM sample: a Sample a minute, the newest that fit in SAMPLES_BYTES_MAX. Whoever leads.
   rf:{rf}:events            STREAM kind, facts (JSON). Bounded to about EVENT_COUNT_MAX: for people to read.
   rf:{rf}:clock             STRING "wall now": the clock of this tag, the broker's without its steps (use/look.lua).
   rf:{rf}:lease_bell:<worker>  LIST one ring at most: this worker's lease may have changed. TTL BELL_TTL_MS.
@@ -113,6 +114,8 @@ PREFIX = "rf"
 CONSUMER_GROUP_WORKERS = "workers"
 CONSUMER_GROUP_TRAINER = "trainer"
 EVENT_COUNT_MAX = 10_000
+SAMPLES_BYTES_MAX = 16 << 20
+SAMPLE_COUNT_MAX = 7 * 24 * 60  # a week
 URGENCY_COUNT = 3
 CONSUMED_COUNT_MAX = 100_000  # a trainer that repeats an older push than this many groups would be believed
 BELL_TTL_MS = 60_000
@@ -129,6 +132,7 @@ LEADER = f"{PREFIX}:{{rf}}:leader"
 LEASE_EPOCH = f"{PREFIX}:{{rf}}:lease_epoch"
 PLAN = f"{PREFIX}:{{rf}}:plan"
 EVENTS = f"{PREFIX}:{{rf}}:events"
+SAMPLES = f"{PREFIX}:{{rf}}:samples"
 CLOCK = f"{PREFIX}:{{rf}}:clock"
 
 

@@ -22,7 +22,7 @@ from ..contract.agreement import Agreement, Alarm, AlarmRule
 from ..contract.errors import ConfigError, InputError, WireError
 from ..contract.fields import WHOLE_MAX
 from ..contract.ids import check_name, group_of
-from ..contract.lease_plan import LeasePlan
+from ..contract.lease_plan import LeasePlan, Sample
 from ..contract.limits import GROUP_SIZE_MAX, SLOT_COUNT_MAX
 from ..contract.records import DeadLetter, Lease, Rollout, RunConfig, TrajectoryJob, TurnJob, WorkerInfo
 from ..contract.sharing import ALL, LendSetting, SharingReport
@@ -276,6 +276,14 @@ def plan_row(raw: bytes | None) -> LeasePlan | None:
     """Read the capacity plan; None if unreadable: it is for people, and the next one comes soon."""
     try:
         return LeasePlan.decode(raw) if raw is not None else None
+    except WireError:
+        return None
+
+
+def sample_row(raw: bytes) -> Sample | None:
+    """Read a sample; None if unreadable: there are others."""
+    try:
+        return Sample.decode(raw)
     except WireError:
         return None
 

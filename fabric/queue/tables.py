@@ -19,7 +19,7 @@ from ..contract.agreement import Agreement
 from ..contract.fields import WHOLE_MAX
 from ..contract.ids import NAME
 from ..contract.images import digest_of
-from ..contract.lease_plan import LeasePlan
+from ..contract.lease_plan import LeasePlan, Sample
 from ..contract.limits import MIB
 from ..contract.records import DeadLetter, Rollout, TokenLog, TurnResult
 from ..contract.wire import load_json
@@ -202,6 +202,7 @@ FABRIC: Tables = {
     "leader": ("string", _matches(LEADER, "no leader")),
     "lease_epoch": ("string", _matches(WHOLE, "no term")),
     "plan": ("string", lambda run, name, raw: LeasePlan.decode(raw)),
+    "samples": ("stream", lambda run, name, fields: Sample.decode(fields.get(b"sample", b""))),
     "events": ("stream", _event),
     "clock": ("string", _matches(CLOCK, "no clock")),
     "lease_bell:*": ("list", None),

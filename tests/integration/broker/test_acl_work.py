@@ -33,6 +33,7 @@ from rollfab.fabric.contract.records import (
 from rollfab.fabric.contract.sharing import SharingReport
 from rollfab.fabric.format.manifest import Damage, Holder
 from rollfab.fabric.inspect.diagnosing import diagnose_run
+from rollfab.fabric.inspect.history import sample_of
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import Exchange, GroupPush, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.queue.acl import RIGHTS
@@ -183,6 +184,11 @@ async def lend(who: dict[str, Part]) -> None:
     assert await controller.board.set_plan(LeasePlan(controller_id=controller.name, term=term, made_at_ms=0))
     for role in ("controller", "api-read", "api-control", "api-trajectories", "operator"):
         assert await who[role].board.plan() is not None
+    sample = sample_of(await controller.board.survey(), {}, await controller.board.sharing())
+    assert await controller.board.add_sample(term, sample)
+    assert not await controller.board.add_sample(term - 1, sample)
+    for role in ("api-read", "api-control", "api-trajectories", "operator"):
+        assert await who[role].board.samples(0, 1 << 50) == [sample]
     assert await controller.board.forget_workers(term, ["nobody"])
     await controller.board.add_event("lease.granted", {})
     assert await worker.board.lends_of(worker.name, "chat")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.records import Node, Rollout, Span
 from rollfab.fabric.model.tokenizer import CharTokenizer
+from rollfab.workers.controller.controller import Controller, ControllerConfig
 from tests.support.processes.api_server import RUN, ApiWorld, running_api
 from tests.support.records import rollout_of
 
@@ -131,6 +134,22 @@ async def test_what_holds_up_a_step_comes_first_with_where_it_is(api: ApiWorld) 
     assert all(each["age_ms"] >= 0 for each in page["trajectories"])
     (group,) = (await api.json(f"{BASE}/groups"))["groups"]
     assert [each["state"] for each in group["trajectories"]] == ["running", "completed", "running"]
+
+
+async def test_history_is_empty_at_first_and_then_tells_of_what_a_controller_saw(api: ApiWorld) -> None:
+    assert await api.json("/v1/history") == {"points": [], "since_ms": None, "lending": []}
+    controller = Controller(api.fabric.board, ControllerConfig(worker_id="c1", sample_s=0.0), SystemClock())
+    term = await api.fabric.board.lead("c1", 2_000)
+    await controller.tick(term)
+    await finish(api, "g1")
+    await asyncio.sleep(1.1)
+    await controller.tick(term)
+    found = await api.json("/v1/history")
+    (point,) = found["points"]
+    assert point["rollouts_per_s"] > 0
+    assert point["runs"]["r1"]["cause"]
+    assert await api.json("/v1/history", params={"until_ms": 1000}) == {"points": [], "since_ms": None, "lending": []}
+    await api.json("/v1/history", 422, params={"count": 0})
 
 
 async def test_what_is_not_there_and_what_is_asked_wrongly_says_so(api: ApiWorld) -> None:
