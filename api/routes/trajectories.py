@@ -4,6 +4,7 @@ And what happened over the last days."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from ...fabric.contract.errors import BrokerError
 from ...fabric.contract.fields import WHOLE_MAX
 from ...fabric.contract.wire import dump_json
 from ...fabric.inspect.history import lending_verdicts, points
-from ...fabric.inspect.trace import group_row, progress_row, row_of, view_of
+from ...fabric.inspect.trace import TrajectoryRow, group_row, progress_row, row_of, view_of
 from ...fabric.ports.reading import Counts, TrajectoryReader
 from ..access.problems import Refused
 from ..schemas.answers import Problem
@@ -22,6 +23,7 @@ from ..schemas.trajectories import Groups, History, Lists, Trajectories, Traject
 from .context import Context
 
 DAY_MS = 86_400_000
+GROUPS_AT_ONCE = 4
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     403: {"model": Problem, "description": "The api's broker user may not read trajectories"},
     404: {"model": Problem, "description": "No such run or trajectory"},
@@ -57,8 +59,7 @@ def router(context: Context) -> APIRouter:
                 rows = [progress_row(each) for each in await found.begun(first, count)]
                 at = str(first + count) if len(rows) == count and counts.begun > first + count else ""
             else:
-                groups, at = await found.groups(state, count, cursor)
-                rows = [row_of(each, f"{each.group_id}.{index}") for each in groups for index in range(each.size)]
+                rows, at = await _of_groups(found, state, count, cursor)
             return Trajectories(trajectories=rows, counts=_counts(counts), cursor=at or None)
 
     @routes.get("/groups")
@@ -83,10 +84,23 @@ def router(context: Context) -> APIRouter:
                 f"run {run_id} has no trajectory {trajectory_id!r:.100} now: it was never submitted, was cancelled, or "
                 "is not kept any more (kept_bytes_max of the run)",
             )
-        view = view_of(run_id, seen, *await context.tokenizers.of(status.config.model))
-        return Response(dump_json(view), media_type="application/json")
+        tokenizer, note = await context.tokenizers.of(status.config.model)
+        body = await asyncio.to_thread(lambda: dump_json(view_of(run_id, seen, tokenizer, note)))  # it may be long
+        return Response(body, media_type="application/json")
 
     return routes
+
+
+async def _of_groups(
+    reader: TrajectoryReader, state: Lists, count: int, cursor: str
+) -> tuple[list[TrajectoryRow], str]:
+    """List the trajectories of whole groups, until they are as many as wanted."""
+    rows: list[TrajectoryRow] = []
+    while True:
+        groups, cursor = await reader.groups(state, GROUPS_AT_ONCE, cursor)
+        rows += [row_of(each, f"{each.group_id}.{index}") for each in groups for index in range(each.size)]
+        if len(rows) >= count or not cursor:
+            return rows, cursor
 
 
 def history_router(context: Context) -> APIRouter:

@@ -29,7 +29,8 @@ class Trajectories(Model):
 
     trajectories: list[TrajectoryRow]
     """open: those that agents are at, the oldest first: they hold up a step. waiting: group by group, in the order in
-    which they were complete. finished: group by group, the newest first."""
+    which they were complete. finished: group by group, the newest first. Groups are whole, so there may be more than
+    were asked for."""
     counts: TrajectoryCounts
     cursor: str | None
     """What to pass for the next page; null: this is the last."""

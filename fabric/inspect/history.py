@@ -285,6 +285,8 @@ def _answer(tokens: int, shared: tuple[int, int], alone: tuple[int, int]) -> tup
     (bad, count), (bad_alone, count_alone) = shared, alone
     if not tokens and not count:
         return "idle", "nothing was lent"
+    if not count:
+        return "no", "no: no request came while rollouts computed"
     if not bad:
         return "no", f"no: all {count:,} requests beside rollouts were within the objectives"
     beside = f"{bad:,} of {count:,} requests beside rollouts were beyond an objective"

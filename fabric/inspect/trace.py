@@ -19,6 +19,11 @@ from ..ports.reading import Progress, SeenGroup, SeenTrajectory
 
 State = Literal["queued", "running", "scoring", "completed", "failed", "finished", "gone"]
 SHOWN: dict[str, State] = {"ready": "queued", "claimed": "running", "scoring": "scoring", "failed": "failed"}
+PLACES = {
+    "open": "its group waits for others",
+    "waiting": "its group waits for the trainer",
+    "finished": "consumed by the trainer",
+}
 HALF = "�"  # what decoding makes of a part of a character
 CHARACTER_TOKENS_MAX = 8
 
@@ -201,6 +206,8 @@ def _facts(group: SeenGroup, name: str) -> dict[str, Any]:
     if name in group.unread:
         return own | {"state": "failed", "place": "cannot be read", "reason": group.unread[name]}
     found = group.progress.get(name)
+    if found is not None and found.state == "completed":  # of a group whose rollouts were not read
+        return own | _progress_facts(found) | {"place": PLACES[group.state]}
     if found is not None and found.state in SHOWN:
         return own | _progress_facts(found)
     return own | {"state": "gone", "place": "cancelled: its group was complete without it"}
@@ -208,10 +215,9 @@ def _facts(group: SeenGroup, name: str) -> dict[str, Any]:
 
 def _rollout_facts(group: SeenGroup, rollout: Rollout) -> dict[str, Any]:
     is_scoring = rollout.reward is None and group.state == "open"
-    places = {"open": "its group waits for others", "waiting": "its group waits for the trainer"}
     return {
         "state": "finished" if group.state == "finished" else "scoring" if is_scoring else "completed",
-        "place": "its reward is computed" if is_scoring else places.get(group.state, "consumed by the trainer"),
+        "place": "its reward is computed" if is_scoring else PLACES[group.state],
         "turn_count": rollout.turn_count,
         "attempt": rollout.attempt,
         "reward": rollout.reward,
@@ -247,7 +253,7 @@ def _place(progress: Progress) -> tuple[str, str | None]:
     if progress.state == "scoring":
         return "its reward is computed", progress.worker_id
     if progress.state != "claimed":
-        return "its group waits for others", None
+        return PLACES["open"], None
     if progress.turn_state == "claimed":
         return f"turn {turn} on worker {progress.turn_worker_id}", progress.turn_worker_id
     if progress.turn_state == "ready":

@@ -23,6 +23,7 @@ from .scripts import Scripts
 
 CURSOR = re.compile(r"(\d{1,16})-(\d{1,16})\.(\d{1,6})")
 BEGUN_COUNT_MAX = 10_000  # so far a reader may go into what is under way
+READ_BYTES_MAX = 32 << 20  # of a group that waits: of a larger one a list tells no more than how far each has come
 TURNS_READ_MAX = 1_000  # settled turns of a trajectory under way that are read
 
 
@@ -43,12 +44,11 @@ class RedisTrajectoryReader:
         return Counts(begun=sum(found[::3]), waiting=sum(found[1::3]), finished=sum(found[2::3]))
 
     async def begun(self, first: int, count: int) -> list[Progress]:
-        last = min(first + count, BEGUN_COUNT_MAX)
         rows: list[Progress] = []
+        names = await self._oldest(first, count)
         for keys in self._shards.all:
-            rows += await self._look(keys, last, ())
-        rows.sort(key=lambda row: row.begun_ms or 0)
-        return rows[first:last]
+            rows += await self._look(keys, [name for name in names if self._shards.of(name) is keys])
+        return sorted(rows, key=lambda row: names.index(row.trajectory_id))
 
     async def groups(self, state: GroupState, count: int, cursor: str) -> tuple[list[SeenGroup], str]:
         if state == "open":
@@ -64,7 +64,8 @@ class RedisTrajectoryReader:
         if not is_job_name(trajectory_id.encode()):
             return None
         group_id, keys = group_of(trajectory_id), self._shards.of(trajectory_id)
-        group = await self._group(keys, group_id) or await self._group(keys, group_id, is_kept=True)
+        group = await self._group(keys, group_id, only=trajectory_id)
+        group = group or await self._group(keys, group_id, is_kept=True, only=trajectory_id)
         if group is None or trajectory_id not in {named(group_id, index) for index in range(group.size)}:
             return None
         progress = group.progress.get(trajectory_id)
@@ -82,17 +83,25 @@ class RedisTrajectoryReader:
 
     # ---- what is under way
 
-    async def _look(self, keys: ShardKeys, count: int, names: Sequence[str]) -> list[Progress]:
-        """Read the progress of the trajectories named, or of the `count` oldest that agents are at."""
+    async def _oldest(self, first: int, count: int) -> list[str]:
+        """Return the names of trajectories that agents are at, the oldest first, from the `first`-th on."""
+        last = min(first + count, BEGUN_COUNT_MAX)
+        commands: list[Command] = [("ZRANGE", keys.begun, 0, last - 1, "WITHSCORES") for keys in self._shards.all]
+        rows = [pair for answer in await self._ask(commands, []) for pair in _scored(answer)] if last > first else []
+        rows.sort()
+        return [name.decode() for _, name in rows[first:last] if is_job_name(name)]
+
+    async def _look(self, keys: ShardKeys, names: Sequence[str]) -> list[Progress]:
+        """Read the progress of trajectories."""
+        if not names:
+            return []
         with translate():
-            answer = await self._scripts.call("look_begun", [keys, keys.trajectory, keys.turn], [0, count, *names])
-        now_ms = int(answer[1])
-        return [_progress(row, now_ms) for row in answer[2:] if is_job_name(row[0])]
+            answer = await self._scripts.call("look_begun", [keys, keys.trajectory, keys.turn], list(names))
+        return [_progress(row, int(answer[0])) for row in answer[1:]]
 
     async def _open_groups(self, count: int, cursor: str) -> tuple[list[SeenGroup], str]:
         first = int(cursor) if cursor.isdigit() else 0
-        rows = await self.begun(0, BEGUN_COUNT_MAX)
-        names = list(dict.fromkeys(group_of(row.trajectory_id) for row in rows))
+        names = list(dict.fromkeys(map(group_of, await self._oldest(0, BEGUN_COUNT_MAX))))
         found = [await self._group(self._shards.of(name), name) for name in names[first : first + count]]
         at = str(first + count) if len(names) > first + count else ""
         return [each for each in found if each is not None and each.state == "open"], at
@@ -146,22 +155,24 @@ class RedisTrajectoryReader:
         rows.sort(key=lambda row: row[:2], reverse=is_kept)
         return [(entry_id, shard, kept_row(b"0", fields).group_id) for _, shard, entry_id, fields in rows[:count]]
 
-    async def _group(self, keys: ShardKeys, group_id: str, *, is_kept: bool = False) -> SeenGroup | None:
-        """Read a group, or one that is kept; None: there is none."""
+    async def _group(
+        self, keys: ShardKeys, group_id: str, *, is_kept: bool = False, only: str | None = None
+    ) -> SeenGroup | None:
+        """Read a group, or one that is kept; None: there is none. only: with nothing of its other trajectories."""
         if not is_job_name(f"{group_id}.0".encode()):
             return None  # somebody made it up
         own = keys.of_group(group_id)
         tables = (own.kept_row, own.kept_rollouts) if is_kept else (own.row, own.rollouts)
-        raw_facts, made = await self._ask([("HGETALL", table) for table in tables], [])
-        row = _pairs(raw_facts)
+        row = _pairs((await self._ask([("HGETALL", tables[0])], []))[0])
         if b"size" not in row:
             return None
         facts, bad = GroupFacts.of(row), BadRows()
-        rollouts, unread = rollout_rows(group_id, _pairs(made))
-        names = [named(group_id, index) for index in range(facts.size)]
+        is_large = not is_kept and bad.whole("", "bytes", row.get(b"bytes"), 0) > READ_BYTES_MAX
+        rollouts, unread = rollout_rows(group_id, await self._made(tables[1], only, is_large=is_large))
+        names = [named(group_id, index) for index in range(facts.size)] if only is None else [only]
         missing = [name for name in names if name not in rollouts]
         is_over = row.get(b"state") == b"complete"
-        progress = await self._look(keys, 0, missing) if missing and not is_kept else []
+        progress = await self._look(keys, missing) if not is_kept else []
         return SeenGroup(
             group_id=group_id,
             state="finished" if is_kept else "waiting" if is_over else "open",
@@ -178,6 +189,13 @@ class RedisTrajectoryReader:
             progress={each.trajectory_id: each for each in progress},
             letters=await self.letters(missing) if missing and facts.failed_count else {},
         )
+
+    async def _made(self, table: str, only: str | None, *, is_large: bool) -> dict[bytes, bytes]:
+        """Read a group's rollouts, or one; none of a large group, which would hold up the broker."""
+        if only is not None:
+            (raw,) = await self._ask([("HGET", table, only)], None)
+            return {} if raw is None else {only.encode(): raw}
+        return {} if is_large else _pairs((await self._ask([("HGETALL", table)], []))[0])
 
     async def _ask(self, commands: Sequence[Command], nothing: Any) -> list[Any]:
         """Ask in one round trip; a key of another type holds nothing of ours."""
@@ -234,6 +252,12 @@ def _task(row: Mapping[bytes, bytes]) -> dict[str, Any]:
 def _pairs(answer: Any) -> dict[bytes, bytes]:
     """Read fields and values, in turn or as a map."""
     return answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
+
+
+def _scored(answer: Sequence[Any]) -> list[tuple[float, bytes]]:
+    """Read members with scores, in turn or as pairs."""
+    pairs = answer if answer and isinstance(answer[0], list) else zip(answer[::2], answer[1::2], strict=True)
+    return [(float(score), name) for name, score in pairs]
 
 
 def _parts(entry_id: bytes) -> tuple[int, int]:

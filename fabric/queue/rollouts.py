@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER, RunShards, ShardKe
 from .rows import BadRows, GroupFacts, given_up_row, kept_row, letter_row, rollout_rows
 from .scripts import Call, Durability, Owner, Scripts, call_durably
 from .status import unknown_run
+
+log = logging.getLogger(__name__)
 
 LOOK_BACK_S = 5.0  # how often a consumer asks for groups that it was sent but never saw (the answer was lost)
 PENDING_COUNT = 64  # of these looked at together
@@ -359,7 +362,10 @@ class RedisRolloutStream:
         if code < 0:
             raise not_held(self._run.run_id, group_id)
         if code == KEPT_TOO_MUCH:
-            await self._drop_kept(keys)
+            try:
+                await self._drop_kept(keys)
+            except FabricError as error:  # the next one to acknowledge tries again; this group is acknowledged
+                log.warning("rollouts.kept_too_much", extra={"run_id": self._run.run_id, "error": str(error)})
         return bool(code)
 
     async def _drop_kept(self, keys: ShardKeys) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.fabric.contract.errors import InputError
+from rollfab.fabric.contract.errors import BrokerError, InputError
 from rollfab.fabric.contract.records import Span, TokenLog
-from rollfab.fabric.inspect.trace import TrajectoryView, view_of
+from rollfab.fabric.inspect.trace import TrajectoryView, row_of, view_of
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TurnProgress, TurnSettle
+from rollfab.fabric.queue import reading
 from rollfab.fabric.queue.keys import RunShards
 from rollfab.fabric.rules.queue import keeping
 from tests.contracts.conftest import World
@@ -163,6 +164,48 @@ async def test_nothing_is_kept_where_nothing_is_wanted_or_a_group_is_larger_than
         world = world.view(dataclasses.replace(world.run, kept_bytes_max=bytes_max))
         await consume(world, f"g{bytes_max}")
         assert await kept_groups(world) == []
+
+
+async def test_a_run_that_is_told_to_keep_nothing_forgets_what_it_kept(world: World) -> None:
+    for index in range(6):
+        await consume(world, f"g{index}")
+    assert len(await kept_groups(world)) == 6
+    world = world.view(dataclasses.replace(world.run, kept_bytes_max=0))
+    for index in range(6, 20):  # each shard has one
+        await consume(world, f"g{index}")
+    assert await kept_groups(world) == []
+    for keys in RunShards("r1", world.run.shard_count).all:
+        assert int(await world.do("HGET", keys.run, "kept_bytes") or 0) == 0
+
+
+async def test_a_group_is_acknowledged_though_what_is_kept_cannot_be_dropped(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise BrokerError("the broker is away")
+
+    world = world.view(dataclasses.replace(world.run, kept_bytes_max=0))
+    monkeypatch.setattr(world.rollouts, "_drop_kept", fail)
+    for keys in RunShards("r1", world.run.shard_count).all:
+        await world.do("HSET", keys.run, "kept_bytes", 9)
+    await consume(world, "g1")
+    for keys in RunShards("r1", world.run.shard_count).all:
+        await world.do("HSET", keys.run, "kept_bytes", 0)
+
+
+async def test_of_a_large_group_that_waits_no_more_is_read_than_one_trajectory(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "READ_BYTES_MAX", 10)
+    await push(world, size=2)
+    for claim in await world.trajectories.claim("a1", 2):
+        assert await settle(world, claim)
+    ((group,), _) = await world.reading.groups("waiting", 10, "")
+    assert group.rollouts == {}
+    assert [row_of(group, f"g1.{index}").state for index in range(2)] == ["completed"] * 2
+    found = await world.reading.find("g1.1")
+    assert list(found.group.rollouts) == ["g1.1"]
+    assert (await view(world, "g1.1")).reward == 1.0
 
 
 async def test_a_sum_that_somebody_wrote_over_is_mended(world: World) -> None:

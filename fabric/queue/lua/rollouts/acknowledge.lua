@@ -20,20 +20,21 @@ local size, ids = math.min(whole(g[1], 0), 10000), {} -- GROUP_SIZE_MAX of contr
 for index = 0, size - 1 do ids[index + 1] = ARGV[3] .. '.' .. index end
 call_in_parts('HDEL', trajectory.record, ids)
 call_in_parts('HDEL', trajectory.job, ids)
-local bytes, kept_max, answer = math.max(0, whole(g[2], 0)), tonumber(ARGV[5]), 1
+local bytes, kept_bytes, kept_max = math.max(0, whole(g[2], 0)), 0, tonumber(ARGV[5])
 if bytes <= kept_max and redis.call('EXISTS', group.rollouts) == 1 then
   redis.call('RENAME', group.row, group.kept_row)
   redis.call('RENAME', group.rollouts, group.kept_rollouts)
   local entry = redis.call('XADD', shard.kept, '*', 'group', ARGV[3], 'bytes', bytes)
   redis.call('HSET', group.kept_row, 'ended', string.match(entry, '^%d+'))
-  local is_over = tally(shard.run, 'kept_bytes', bytes) > kept_max or redis.call('XLEN', shard.kept) > tonumber(ARGV[6])
-  if is_over then answer = 2 end
+  kept_bytes = tally(shard.run, 'kept_bytes', bytes)
 else
   redis.call('DEL', group.row, group.rollouts)
+  kept_bytes = whole(redis.call('HGET', shard.run, 'kept_bytes'), 0)
 end
 tally(shard.run, 'depth', -size)
 tally(shard.run, 'bytes', -whole(g[2], 0))
 tally(shard.counters, 'groups_consumed', 1)
 redis.call('ZADD', shard.consumed, now_ms(shard.clock), ARGV[3])
 redis.call('ZREMRANGEBYRANK', shard.consumed, 0, -tonumber(ARGV[4]) - 1)
-return answer
+if kept_bytes > kept_max or redis.call('XLEN', shard.kept) > tonumber(ARGV[6]) then return 2 end
+return 1

@@ -1,14 +1,8 @@
--- look_begun(first, count, trajectory_id…)
--- Read how far trajectories have come: those named, or else `count` of those that agents have taken, the oldest first.
--- Returns {how many agents have taken, now, {id, begun_ms | '', record | '', turn_count, settled_count, last turn's record | ''}…}
+-- look_begun(trajectory_id…)
+-- Read how far trajectories have come.
+-- Returns {now, {id, begun_ms | '', record | '', turn_count, settled_count, last turn's record | ''}…}
 -- keys shard.begun shard.clock trajectory.record turn.record
 -- use batch count look
-local ids, begun = {}, {}
-if #ARGV > 2 then
-  for n = 3, #ARGV do ids[n - 2] = ARGV[n] end
-elseif tonumber(ARGV[2]) > 0 then
-  ids = redis.call('ZRANGE', shard.begun, tonumber(ARGV[1]), tonumber(ARGV[1]) + tonumber(ARGV[2]) - 1)
-end
 
 -- Turn ids count from 0 without holes.
 local function turns_of(id)
@@ -25,9 +19,8 @@ local function turns_of(id)
 end
 
 local _, now = look(shard.clock)
-local answer, records = {redis.call('ZCARD', shard.begun), now}, fetch_all(trajectory.record, ids)
-for n, id in ipairs(ids) do
-  local count, settled, last = turns_of(id)
-  answer[n + 2] = {id, redis.call('ZSCORE', shard.begun, id) or '', records[n] or '', count, settled, last}
+local answer, records = {now}, fetch_all(trajectory.record, ARGV)
+for n, id in ipairs(ARGV) do
+  answer[n + 1] = {id, redis.call('ZSCORE', shard.begun, id) or '', records[n] or '', turns_of(id)}
 end
 return answer
