@@ -28,7 +28,9 @@ from tests.support.records import result_of, rollout_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 
-RUN = RunConfig(run_id="day", model="tiny", environment="frozenlake", when_stale="keep")
+RUN = RunConfig(
+    run_id="day", model="tiny", environment="frozenlake", when_stale="keep", kept_bytes_max=1 << 19
+)  # an hour fills what may be kept
 HOURS = 24
 WARM_HOURS = 4
 ROUNDS_AN_HOUR = 15

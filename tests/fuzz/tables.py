@@ -106,6 +106,10 @@ def tables() -> list[Table]:
         Table("trainer", "trajectory:job", "{run}:trajectory:job", HASH),
         Table("trainer", "consumers", "{run}:consumers", ZSET),
         Table("trainer", "consumed", "{run}:consumed", ZSET),
+        Table("trainer", "begun", "{run}:begun", ZSET),
+        Table("trainer", "kept", "{run}:kept", STREAM),
+        Table("trainer", "kept:row", "{run}:kept:row:bad", HASH),
+        Table("trainer", "kept:rollouts", "{run}:kept:rollouts:bad", HASH),
         *(Table("trainer", f"weights {name}", f"{{weights}}:{name}", kind) for name, kind in WEIGHT_TABLES.items()),
         *(Table("trainer", f"weights {name}", f"{{weights}}:{name}", kind) for name, kind in PUBLISHER_TABLES.items()),
         Table("api-control", "lends", key_of("lends"), HASH),
@@ -117,6 +121,7 @@ def tables() -> list[Table]:
     for role in ("agent", "worker", "reward", "controller"):
         found += [Table(role, name, key_of(name), kind) for name, kind in FABRIC_TABLES.items()]
     found += [Table("controller", name, key_of(name), STRING) for name in ("leader", "lease_epoch", "plan")]
+    found.append(Table("controller", "samples", key_of("samples"), STREAM))
     found.append(Table("controller", "leases", "{run}:leases", HASH))
     found.append(Table("controller", "lease_term", "{run}:lease_term", STRING))
     found.append(Table("worker", "lease_bell", key_of("lease_bell:*"), LIST))

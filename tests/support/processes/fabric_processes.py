@@ -38,6 +38,7 @@ KEPT_KEYS = {
     "consumers",
     "dead",
     "completed",
+    "kept",
 }  # of a done run
 
 T = TypeVar("T")
@@ -223,12 +224,13 @@ def _unsettled(run: Run) -> dict[str, Any]:
 
 
 def leftovers(redis: Redis, run_id: str) -> dict[str, int]:
-    """Keys of jobs and groups that a finished run still has, with their sizes. Bells and inboxes are bounded."""
+    """Keys of jobs and groups that a finished run still has, with their sizes; not those that are bounded."""
     base = ShardKeys(run_id, 0).base
     sizes = {b"hash": redis.hlen, b"zset": redis.zcard, b"stream": redis.xlen, b"list": redis.llen}
     found: dict[str, int] = {}
     for key in redis.scan_iter(match=base + ":*", count=1000):
         name = key.decode().removeprefix(base + ":")
-        if name not in KEPT_KEYS and not name.endswith(":bell") and not name.startswith("inbox:"):
+        is_bounded = name.endswith(":bell") or name.startswith(("inbox:", "kept:"))
+        if name not in KEPT_KEYS and not is_bounded:
             found[name] = int(sizes[redis.type(key)](key))  # type: ignore[index,arg-type]
     return {name: size for name, size in found.items() if size}

@@ -2,6 +2,7 @@
 -- Read how far trajectories have come.
 -- Returns {now, {id, begun_ms | '', record | '', turn_count, settled_count, last turn's record | ''}…}
 -- keys shard.begun shard.clock trajectory.record turn.record
+-- flags allow-oom
 -- use batch count look
 
 -- Turn ids count from 0 without holes.
