@@ -59,6 +59,7 @@ RECORD_BYTES_MAX = {
     "LendSetting": 64 * KIB,  # read by serving workers with every heartbeat
     "SharingReport": 64 * KIB,  # sent every five seconds
     "LeasePlan": 4 * MIB,  # a row per worker, 200 bytes each
+    "Sample": 256 * KIB,  # kept once a minute: 128 runs and as many workers, 400 bytes each at most
     "Agreement": 256 * KIB,  # of 64 workers about 70 KiB; shown every second
     "Offer": MIB,  # of a collective: a line per member
     "Answer": 64 * KIB,  # to an offer: addresses

@@ -30,7 +30,7 @@ from rollfab.fabric.contract.errors import (
     WireError,
 )
 from rollfab.fabric.contract.ids import check_name
-from rollfab.fabric.contract.lease_plan import LeasePlan, PlanRow, RunDemand
+from rollfab.fabric.contract.lease_plan import LeasePlan, PlanRow, RunDemand, RunSample, Sample, ServingSample
 from rollfab.fabric.contract.records import (
     DeadLetter,
     Rollout,
@@ -93,6 +93,45 @@ SAMPLING = Sampling(
     guided_regex="[0-9]+",
 )
 RECORDS: tuple[Record, ...] = (
+    Sample(
+        time_ms=1,
+        token_count=2,
+        rollout_count=3,
+        groups_waiting=4,
+        dead_count=5,
+        worker_count=6,
+        running_count=7,
+        slot_count=8,
+        runs=(
+            RunSample(
+                run_id="r1",
+                token_count=1,
+                rollout_count=1,
+                groups_waiting=0,
+                dead_count=0,
+                head_version=3,
+                cause="moves",
+            ),
+        ),
+        serving=(
+            ServingSample(
+                worker_id="w1",
+                guard_state="open",
+                slot_count=1,
+                token_count=2,
+                request_count=3,
+                violation_count=0,
+                request_count_alone=4,
+                violation_count_alone=0,
+                ttft_ms_p99=1.5,
+                tpot_ms_p99=1.5,
+                ttft_ms_p99_alone=1.5,
+                tpot_ms_p99_alone=1.5,
+                ttft_slo_ms=200.0,
+                tpot_slo_ms=20.0,
+            ),
+        ),
+    ),
     LeasePlan(
         controller_id="c1",
         term=3,
