@@ -131,6 +131,8 @@ def check_same(one: Rollout, other: Rollout) -> None:
 
 def check_one_piece(rollout: Rollout) -> None:
     """Every turn is what the policy writes in the very context before it."""
+    assert len(rollout.turn_ms) == 3 * rollout.turn_count, "asked for, answered, stepped"
+    assert rollout.turn_ms == sorted(rollout.turn_ms) and rollout.turn_ms[0] >= 0
     tokens = np.concatenate((rollout.prompt_ids, rollout.completion_ids))
     offset = len(rollout.prompt_ids)
     for span in rollout.spans:
