@@ -27,7 +27,7 @@ from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.inplace.version_files import HEAD, MappedVersion
 from rollfab.workers.engines.vllm.local import LocalDoor
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
-from tests.support.until import until
+from tests.support.weights.engine_sides import catch
 from tests.support.weights.random_trainer import RUN, RandomTrainer
 from tests.support.weights.rank_maps import cut_for_ranks
 from tests.vllm import transfer_engines as engines
@@ -124,15 +124,14 @@ async def engine_of(directory: Path, *, door: type[LocalDoor] = LocalDoor, **opt
         await engine.close()
 
 
-def ask(engine: VllmEngine, name: str, max_tokens: int) -> None:
+def asked(name: str, max_tokens: int) -> GenerationRequest:
     prompt, sampling = np.arange(5, 85, dtype=np.int32), Sampling(temperature=0.0, max_tokens=max_tokens)
-    engine.generate(GenerationRequest(request_id=name, prompt_ids=prompt, sampling=sampling))
+    return GenerationRequest(request_id=name, prompt_ids=prompt, sampling=sampling)
 
 
 async def begun(engine: VllmEngine, name: str) -> None:
     """A request that has some of its tokens, and waits."""
-    ask(engine, name, 40)
-    await until(lambda: any(len(each.completion_ids) for each in engine.progress([name])), every_s=0.001)
+    await catch(engine, asked(name, 40))
     await engine.pause("test")
 
 
@@ -144,7 +143,7 @@ async def ended(engine: VllmEngine) -> Generation:
 
 async def told(engine: VllmEngine) -> tuple[Any, ...]:
     """Tokens, log-probabilities, and vLLM's own checksums of its weights."""
-    ask(engine, "told", 20)
+    engine.generate(asked("told", 20))
     generation = await ended(engine)
     checksums = await engine._door._llm.compute_weight_checksums()  # type: ignore[attr-defined]
     return generation.completion_ids.tolist(), generation.logprobs.tolist(), checksums

@@ -20,7 +20,7 @@ from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.inplace import packing
 from rollfab.workers.engines.vllm.local import LocalDoor
 from rollfab.workers.engines.vllm.step.scheduler_page import Page
-from tests.support.until import until
+from tests.support.weights.engine_sides import catch
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 
 PROMPT = np.arange(5, 85, dtype=np.int32)  # two and a half blocks of KV cache
@@ -45,20 +45,16 @@ async def engine(checkpoint: Path) -> AsyncIterator[VllmEngine]:
     await engine.close()
 
 
-def ask(engine: VllmEngine, request_id: str, max_tokens: int = 40, **options: Any) -> None:
-    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, **options)
-    engine.generate(GenerationRequest(request_id=request_id, prompt_ids=PROMPT, sampling=sampling))
+def asked(request_id: str, max_tokens: int = 40) -> GenerationRequest:
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
+    return GenerationRequest(request_id=request_id, prompt_ids=PROMPT, sampling=sampling)
 
 
 async def answer(engine: VllmEngine, request_id: str = "answer", max_tokens: int = 40) -> Generation:
-    ask(engine, request_id, max_tokens)
+    engine.generate(asked(request_id, max_tokens))
     (generation,) = await engine.finished(30.0)
     assert generation.error is None
     return generation
-
-
-async def started(engine: VllmEngine, request_id: str) -> None:
-    await until(lambda: any(len(each.completion_ids) for each in engine.progress([request_id])), every_s=0.001)
 
 
 async def test_at_start_the_mirror_holds_what_the_checkpoint_holds(engine: VllmEngine, checkpoint: Path) -> None:
@@ -83,8 +79,7 @@ async def test_an_engine_core_that_dies_ends_its_requests_with_an_error_and_neve
     engine = VllmEngine(config(checkpoint, probes_writes=False))
     await engine.start()
     children = set(children_of(os.getpid()))
-    ask(engine, "running", 170)
-    await started(engine, "running")
+    await catch(engine, asked("running", 170))
     core = next(pid for pid in children if "VLLM" in name_of(pid))
     os.kill(core, signal.SIGKILL)
     ended: list[Generation] = []
@@ -94,7 +89,7 @@ async def test_an_engine_core_that_dies_ends_its_requests_with_an_error_and_neve
     with pytest.raises(EngineError):
         engine.stats()
     with pytest.raises(EngineError):
-        ask(engine, "late")
+        engine.generate(asked("late"))
     await engine.close()
 
 

@@ -26,6 +26,7 @@ from rollfab.workers.engines.vllm.local import LocalDoor
 from tests.support.processes.scheduling_ahead import scheduling_ahead
 from tests.support.seeing_model import random_weights, write_seeing_model
 from tests.support.until import until
+from tests.support.weights.engine_sides import catch
 from tests.support.weights.reference import seeing_logprobs_elsewhere
 from tests.unit.fabric.chat.world import png
 
@@ -211,8 +212,7 @@ async def test_other_eyes_see_an_image_anew_and_nobody_gets_what_older_ones_saw(
 async def test_a_turn_in_flight_whose_context_is_computed_again_is_seen_by_the_new_eyes(seeing: Seeing) -> None:
     # Given a turn that has made some tokens
     request = seeing.request("r", TEXT, FIRST, [7], count=150)
-    seeing.engine.generate(request)
-    await until(lambda: any(len(each.completion_ids) > 3 for each in seeing.engine.progress(["r"])), every_s=0.001)
+    await catch(seeing.engine, request, at_least=4)
     # When only the eyes change, and all is computed again
     await seeing.bring(1, 4, only="visual", turns="recompute")
     made = await seeing.ended()
