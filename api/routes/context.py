@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..access.config import ApiConfig
+from ..metrics.scrape import Scraper
 from ..reading.events import EventTail
 from ..reading.status import Ports, StatusReader
 from ..reading.weights import WeightReader
@@ -19,3 +20,4 @@ class Context:
     tail: EventTail
     weights: WeightReader
     status: StatusReader
+    scraper: Scraper

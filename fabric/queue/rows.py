@@ -167,6 +167,17 @@ def turn_row(name: bytes, raw: bytes | None) -> TurnJob:
     return job
 
 
+def text_rows(answer: Any) -> dict[str, str]:
+    """Read a hash of texts; none, where another type of table stands there."""
+    rows = answer if isinstance(answer, Mapping) else {}
+    return {name.decode("utf-8", "replace"): raw.decode("utf-8", "replace") for name, raw in rows.items()}
+
+
+def waited_s(waited_ms: int) -> float | None:
+    """Return how long a job waited; None for -1: the broker does not know."""
+    return waited_ms / 1000 if waited_ms >= 0 else None
+
+
 def _there(raw: bytes | None) -> bytes:
     if raw is None:
         raise WireError("its job is gone")

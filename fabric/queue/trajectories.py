@@ -34,7 +34,7 @@ from ..rules.queue.retries import (
     too_stale,
 )
 from .keys import RunShards, ShardKeys
-from .rows import given_up_row, job_row
+from .rows import given_up_row, job_row, waited_s
 from .scripts import Scripts
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class RedisTrajectoryQueue:
 
     async def _claim(self, worker_id: str, keys: ShardKeys, row: list[Any]) -> TrajectoryClaim | None:
         """Read a claim; None if part of it is unreadable: then the trajectory was given up."""
-        raw_name, fence, attempt, loss, raw, snapshot = row
+        raw_name, fence, attempt, loss, raw, snapshot, waited_ms = row
         try:
             job = job_row(raw_name, raw)
             self._shards.check(job.trajectory_id, keys)
@@ -91,6 +91,7 @@ class RedisTrajectoryQueue:
             fence=fence,
             attempt=attempt,
             loss=loss,
+            waited_s=waited_s(waited_ms),
             snapshot=snapshot,
             turns=turns,
             turn_count_max=self._run.turn_count_max,

@@ -26,7 +26,7 @@ from ..ports.queue import Exchange, NotPushed, Reaped, TurnClaim, TurnProgress, 
 from ..rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
 from .images import ImageTable, digests_in
 from .keys import INBOX_TTL_MS, RunShards, ShardKeys
-from .rows import is_job_name, shown_name, turn_row
+from .rows import is_job_name, shown_name, turn_row, waited_s
 from .scripts import Call, Scripts
 
 log = logging.getLogger(__name__)
@@ -282,8 +282,10 @@ def _made(answer: Any) -> Any:
 
 
 def _claim(row: Sequence[Any]) -> TurnClaim:
-    name, fence, _, loss, raw, made = row
-    return TurnClaim(job=turn_row(name, raw), fence=fence, loss=loss, log=_log_of(name, made))
+    name, fence, _, loss, raw, made, waited_ms = row
+    return TurnClaim(
+        job=turn_row(name, raw), fence=fence, loss=loss, log=_log_of(name, made), waited_s=waited_s(waited_ms)
+    )
 
 
 def _log_of(name: bytes, raw: bytes | None) -> TokenLog | None:
