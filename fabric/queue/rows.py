@@ -173,9 +173,10 @@ def text_rows(answer: Any) -> dict[str, str]:
     return {name.decode("utf-8", "replace"): raw.decode("utf-8", "replace") for name, raw in rows.items()}
 
 
-def waited_s(waited_ms: int) -> float | None:
-    """Return how long a job waited; None for -1: the broker does not know."""
-    return waited_ms / 1000 if waited_ms >= 0 else None
+def waited_s(entry_id: bytes | None, wall_ms: int) -> float | None:
+    """Return how long a job waited, from the id of its entry; None: it had none, or somebody else gave it."""
+    raw = entry_id.partition(b"-")[0] if entry_id else b""
+    return max(0.0, (wall_ms - int(raw)) / 1000) if WHOLE.fullmatch(raw) else None
 
 
 def _there(raw: bytes | None) -> bytes:

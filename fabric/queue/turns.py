@@ -191,9 +191,10 @@ class RedisTurnQueue:
         elif code == -1:
             outcome.behind = int(rows[0])
         else:
+            wall_ms, *rows = rows
             for row in rows:
                 try:
-                    claim = _claim(row)
+                    claim = _claim(row, wall_ms)
                     self._shards.check(claim.job.turn_id, keys)
                     outcome.claims.append(claim)
                 except WireError as error:
@@ -281,10 +282,10 @@ def _made(answer: Any) -> Any:
     return None if isinstance(answer, Exception) else answer
 
 
-def _claim(row: Sequence[Any]) -> TurnClaim:
-    name, fence, _, loss, raw, made, waited_ms = row
+def _claim(row: Sequence[Any], wall_ms: int) -> TurnClaim:
+    name, fence, _, loss, raw, made, entry_id = row
     return TurnClaim(
-        job=turn_row(name, raw), fence=fence, loss=loss, log=_log_of(name, made), waited_s=waited_s(waited_ms)
+        job=turn_row(name, raw), fence=fence, loss=loss, log=_log_of(name, made), waited_s=waited_s(entry_id, wall_ms)
     )
 
 

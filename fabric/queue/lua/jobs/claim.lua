@@ -1,7 +1,8 @@
 -- claim(worker, want, claim_ms, lease_epoch | '-', active_version, takes_suspect 0 | 1, inside 0 | 1, suspect_loss)
 -- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect among them at
 -- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it.
--- Returns {1, {id, fence, attempt, loss, job, log, waited_ms or -1}…} · {0} no valid lease · {-1, head} weights too old
+-- Returns {1, wall_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights too old
+-- The machine's time as a job became ready is in its entry's id; a suspect has none.
 -- Jobs whose record is gone or not ready (cancelled), and what is called as none is, are dropped here; one that cannot
 -- be read is left to the reaper.
 -- keys shard.clock shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log jobs.ready jobs.record
@@ -29,7 +30,7 @@ for class = 1, class_count do
       'STREAMS', jobs.ready[class], '>')
     entries = {}
     for n, entry in ipairs(read and read[1][2] or {}) do
-      entries[n], ids[#ids + 1], since[entry[2][2]] = entry[1], entry[2][2], string.match(entry[1], '^%d+')
+      entries[n], ids[#ids + 1], since[entry[2][2]] = entry[1], entry[2][2], entry[1]
     end
     call_in_parts('XDEL', jobs.ready[class], entries)
   end
@@ -51,9 +52,8 @@ write_records(jobs.record, taken, records)
 call_in_parts('ZADD', jobs.deadline, deadlines)
 if #taken > 0 then tally(jobs.held, worker, #taken) end
 
-local answer, texts, logs = {1}, fetch_all(jobs.job, taken), fetch_all(jobs.log, taken)
+local answer, texts, logs = {1, wall}, fetch_all(jobs.job, taken), fetch_all(jobs.log, taken)
 for n, id in ipairs(taken) do
-  local waited_ms = since[id] and math.max(0, wall - since[id]) or -1
-  answer[n + 1] = {id, records[id].fence, records[id].attempt, records[id].loss, texts[n], logs[n], waited_ms}
+  answer[n + 2] = {id, records[id].fence, records[id].attempt, records[id].loss, texts[n], logs[n], since[id] or false}
 end
 return answer
