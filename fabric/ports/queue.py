@@ -493,8 +493,8 @@ class LeaseBoard(Protocol):
         """Add what a worker has measured since its last report to the histograms of its runs, each report once."""
         ...
 
-    async def timings(self) -> dict[str, Histograms]:
-        """Return the histograms of every run: of all roles, also of those that have ended."""
+    async def timings(self, run_id: str | None = None) -> dict[str, Histograms]:
+        """Return the histograms of every run, or of one: of all roles, also of those that have ended."""
         ...
 
     async def wait_lease(self, worker_id: str, timeout_s: float) -> None:

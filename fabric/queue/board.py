@@ -213,14 +213,15 @@ class RedisLeaseBoard(RedisLeases):
                 checked(await self._scripts.call_many(calls))
             timings.heard()
 
-    async def timings(self) -> dict[str, Histograms]:
-        shards = {run_id: RunShards(run_id, run.shard_count).all for run_id, run in (await self.runs()).items()}
+    async def timings(self, run_id: str | None = None) -> dict[str, Histograms]:
+        runs = await self.runs() if run_id is None else {run_id: await self._run(run_id)}
+        shards = {name: RunShards(name, run.shard_count).all for name, run in runs.items()}
         pipeline = self._client.pipeline(transaction=False)
         for keys in chain.from_iterable(shards.values()):
             pipeline.hgetall(keys.timings)
         with translate():
             answers = iter(await answers_of(pipeline))
-        return {run_id: read_timings([text_rows(next(answers)) for _ in each]) for run_id, each in shards.items()}
+        return {name: read_timings([text_rows(next(answers)) for _ in each]) for name, each in shards.items()}
 
     async def wait_lease(self, worker_id: str, timeout_s: float) -> None:
         with translate():

@@ -369,6 +369,7 @@ async def look(who: dict[str, Part]) -> None:
         assert "worker-1" in await part.board.leases("r1")
         await part.board.lends()
         assert set(await part.board.sharing()) == {"worker-1"}
+    assert ("turn", "agent") in (await who["trainer"].board.timings("r1"))["r1"]
     for role in ("api-read", "api-control", "operator"):
         part = who[role]
         assert await part.board.events("0", 10, 0.01)
