@@ -22,6 +22,7 @@ from fastapi.staticfiles import StaticFiles
 from .. import __version__
 from ..fabric.contract.clock import Clock, SystemClock
 from ..fabric.host.helpers import end_all
+from ..fabric.model.shown_tokens import Tokenizers
 from .access.auth import Guard
 from .access.config import ApiConfig, check_config
 from .access.connections import BodyLimit
@@ -30,7 +31,7 @@ from .metrics.scrape import Scraper
 from .reading.events import EventTail
 from .reading.status import Ports, StatusReader
 from .reading.weights import WeightReader
-from .routes import events, health, lending, read
+from .routes import events, health, lending, read, trajectories
 from .routes.context import Context
 from .schemas.answers import Problem
 from .schemas.lending import LendRequest
@@ -78,8 +79,9 @@ def make_app(
         else [],  # says so in the documentation
     )
     app.state.context = context
-    for routes in (health, read, events, lending):
+    for routes in (health, read, trajectories, events, lending):
         app.include_router(routes.router(context))
+    app.include_router(trajectories.history_router(context))
     if training is not None:
         app.include_router(training)
     app.include_router(_pages())
@@ -123,8 +125,10 @@ def make_context(ports: Ports, config: ApiConfig, clock: Clock) -> Context:
     tail = EventTail(ports.board, clock)
     weights = WeightReader(ports.weights)
     status = StatusReader(ports, tail=tail, weights=weights, config=config, clock=clock)
-    scraper = Scraper(status, ports.board, timeout_s=config.broker_timeout_s)
-    return Context(ports=ports, config=config, tail=tail, weights=weights, status=status, scraper=scraper)
+    scraper, tokenizers = Scraper(status, ports.board, timeout_s=config.broker_timeout_s), Tokenizers()
+    return Context(
+        ports=ports, config=config, tail=tail, weights=weights, status=status, scraper=scraper, tokenizers=tokenizers
+    )
 
 
 def _lifespan(context: Context) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

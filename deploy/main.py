@@ -189,11 +189,12 @@ def _register() -> None:
     from . import bench
     from .cli import acl, data, lend, runs, status
     from .doctor import command as doctor
+    from .looking import history, trace
     from .replay import command as replay
     from .roles import api, command, config, train
     from .weights import command as weights
 
-    for module in (command, config, api, acl, status, lend, doctor, data, runs, weights, train, replay):
+    for module in (command, config, api, acl, status, trace, history, lend, doctor, data, runs, weights, train, replay):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
 

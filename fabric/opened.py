@@ -11,8 +11,9 @@ from .broker.connection import CONNECTION_COUNT_MAX, check_broker, open_broker
 from .contract.ids import new_worker_id
 from .contract.records import RunConfig
 from .queue.board import RedisLeaseBoard
-from .queue.durability import Durability, check_durability
+from .queue.reading import RedisTrajectoryReader
 from .queue.rollouts import RedisRolloutStream
+from .queue.scripts import Durability, check_durability
 from .queue.trajectories import RedisTrajectoryQueue
 from .queue.turns import RedisTurnQueue
 from .versions.store import RedisWeightStore
@@ -44,7 +45,7 @@ class RedisFabric:
             url: one broker, a node of a Redis Cluster, or sentinels (broker/clients/url.py).
             client_name: shown by CLIENT LIST at the broker; no spaces.
             patience_s: how long a command keeps trying while the broker is away.
-            durability: what a push waits for (queue/durability.py). Default: what the URL says, else "memory".
+            durability: what a push waits for (queue/scripts.py). Default: what the URL says, else "memory".
             max_connections: see open_broker.
 
         Raises:
@@ -70,6 +71,9 @@ class RedisFabric:
 
     def rollouts(self, run: RunConfig) -> RedisRolloutStream:
         return RedisRolloutStream(self._client, run, durability=self._durability, client_id=self._client_id)
+
+    def reading(self, run: RunConfig) -> RedisTrajectoryReader:
+        return RedisTrajectoryReader(self._client, run)
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...fabric.model.shown_tokens import Tokenizers
 from ..access.config import ApiConfig
 from ..metrics.scrape import Scraper
 from ..reading.events import EventTail
@@ -21,3 +22,4 @@ class Context:
     weights: WeightReader
     status: StatusReader
     scraper: Scraper
+    tokenizers: Tokenizers

@@ -33,7 +33,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/status", response_model=Status)
     async def status() -> Response:
-        """Show everything the page shows, at most 250 ms old."""
+        """Show everything the page shows, at most a second old."""
         return Response(await context.status.body(), media_type="application/json")
 
     @routes.get("/runs")

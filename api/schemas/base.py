@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter
@@ -50,12 +51,16 @@ def shown(cls: type[V], *records: Any, **more: Any) -> V:
         records: a later one's value counts where several have a name.
         more: further fields; counts before the records.
     """
-    values = {name: getattr(record, name) for record in records for name in _names(cls) if hasattr(record, name)}
+    values = {name: getattr(record, name) for record in records for name in _shared_names(cls, type(record))}  # type: ignore[arg-type]
     return cls(**{**values, **more})
 
 
-def _names(cls: Any) -> list[str]:
-    return list(cls.model_fields) if issubclass(cls, Model) else [each.name for each in fields(cls)]
+@cache
+def _shared_names(cls: Any, record: type[Any]) -> tuple[str, ...]:
+    """Return the fields of an answer that a record has, as fields or as properties."""
+    names = cls.model_fields if issubclass(cls, Model) else [each.name for each in fields(cls)]
+    own = {each.name for each in fields(record)} if is_dataclass(record) else set(getattr(record, "model_fields", ()))
+    return tuple(name for name in names if name in own or hasattr(record, name))
 
 
 def _descriptions(record: type[Any]) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""The capacity plan as it is written down: what a controller decides to change, and what it shows of its reasons.
+"""What a capacity controller writes down: what it decides to change, its reasons, and how all went.
 
 - A LeaseChange is what one worker's lease is to become; the board carries many out at once.
 - A LeasePlan is for people and pages: the newest plan whole, a line per worker and a line per run. Nothing acts on it.
+- A Sample is for people who look later: totals and levels of one moment, once a minute.
 """
 
 from __future__ import annotations
@@ -79,3 +80,74 @@ class LeasePlan(Record):
     """The time when the plan last changed, since 1970, by the controller's clock."""
     rows: tuple[PlanRow, ...] = ()
     runs: tuple[RunDemand, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSample:
+    """One run at one moment. Totals since it began."""
+
+    run_id: str
+    token_count: int
+    rollout_count: int
+    groups_waiting: int
+    dead_count: int
+    head_version: int
+    cause: str
+    """Why it moved or did not, in one word (fabric/inspect/diagnosis.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSample:
+    """One serving worker at one moment. Totals since it started; requests are those in whose time rollouts computed."""
+
+    worker_id: str
+    guard_state: str
+    slot_count: int
+    """Of its lease; 0: none."""
+    token_count: int
+    request_count: int
+    violation_count: int
+    """Of those, beyond an objective."""
+    request_count_alone: int
+    """Requests in whose time no rollout computed."""
+    violation_count_alone: int
+    ttft_ms_p99: float
+    tpot_ms_p99: float
+    ttft_ms_p99_alone: float
+    tpot_ms_p99_alone: float
+    ttft_slo_ms: float
+    tpot_slo_ms: float
+
+
+def run_samples(rows: list[Any]) -> tuple[RunSample, ...]:
+    """Make samples of the plain values that arrive in metadata."""
+    return tuple(RunSample(**row) for row in rows)
+
+
+def serving_samples(rows: list[Any]) -> tuple[ServingSample, ...]:
+    """Make samples of the plain values that arrive in metadata."""
+    return tuple(ServingSample(**row) for row in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Record):
+    """The fabric at one moment. runs, serving: the busiest, SAMPLE_ROW_COUNT_MAX at most; totals are of all."""
+
+    KIND: ClassVar[int] = 13
+    NESTED: ClassVar[dict[str, Any]] = {"runs": run_samples, "serving": serving_samples}
+    IGNORES_UNKNOWN: ClassVar[bool] = True
+
+    time_ms: int
+    """By the broker's wall clock."""
+    token_count: int
+    rollout_count: int
+    groups_waiting: int
+    dead_count: int
+    worker_count: int
+    """Alive."""
+    running_count: int
+    """Turns that run, on workers that generate."""
+    slot_count: int
+    """Of workers that generate."""
+    runs: tuple[RunSample, ...] = ()
+    serving: tuple[ServingSample, ...] = ()

@@ -71,6 +71,7 @@ class RunConfig(Record):
         "attempt_count_max": (1, WHOLE_MAX),
         "trajectory_count_max": (1, WHOLE_MAX),
         "memory_bytes_max": (1, WHOLE_MAX),
+        "kept_bytes_max": (0, WHOLE_MAX),
         "when_stale": ("rerun", "keep"),
         "turns_at_commit": ("keep", "recompute", "finish"),
         "prefix_cache": ("run", "trajectory"),
@@ -106,6 +107,7 @@ class RunConfig(Record):
     shard_count: int = 1
     weight: float = 1.0  # share of the pool among runs
     model_digest: str = ""  # of the model's files, where its creator read them: another path may hold the same model
+    kept_bytes_max: int = 16 << 20  # of groups that were consumed, for people to look at; 0: none is kept
 
     @property
     def turns_finish(self) -> bool:
@@ -290,6 +292,8 @@ class Rollout(Record):
     info: dict[str, Any] = field(default_factory=dict)  # what the environment said last, and its rewards by turn
     nodes: tuple[Node, ...] = ()
     sides: tuple[Side, ...] = ()
+    turn_ms: list[int] = field(default_factory=list)
+    """When each turn was asked for, answered, and its step over, in turn, since the agent began; none: not told."""
 
     @property
     def policy_version(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from ..contract.agreement import Agreement
 from ..contract.ids import NAME
 from ..contract.images import Image
-from ..contract.lease_plan import LeaseChange, LeasePlan
+from ..contract.lease_plan import LeaseChange, LeasePlan, Sample
 from ..contract.limits import TURN_COUNT_MAX
 from ..contract.records import (
     DeadLetter,
@@ -34,6 +34,7 @@ from ..contract.records import (
 from ..contract.sharing import LendSetting, SharingReport
 from ..rules.queue.curve import Curve
 from ..rules.queue.timings import Histograms, Timings
+from .reading import TrajectoryReader
 from .weights import WeightStore
 
 FENCES_PER_CLAIM = 65536  # of a turn, within one claim of its trajectory: fabric/queue/lua/use/record.lua
@@ -538,6 +539,14 @@ class LeaseBoard(Protocol):
         """Return the newest plan; None: there is none, or it cannot be read."""
         ...
 
+    async def add_sample(self, term: int, sample: Sample) -> bool:
+        """Keep a sample for people who look later; False (and nothing written) if a newer term has begun."""
+        ...
+
+    async def samples(self, since_ms: int, until_ms: int) -> list[Sample]:
+        """Return the samples that were written between two times of the broker's wall clock, the oldest first."""
+        ...
+
     async def leases(self, run_id: str) -> dict[str, Lease]: ...
     async def set_lend(self, subject: str, value: LendSetting | str) -> None:
         """Set the serving team's word on a worker, a pool ("pool:NAME") or all ("*"), until it says otherwise.
@@ -597,6 +606,7 @@ class Fabric(Protocol):
     def trajectories(self, run: RunConfig) -> TrajectoryQueue: ...
     def turns(self, run: RunConfig) -> TurnQueue: ...
     def rollouts(self, run: RunConfig) -> RolloutStream: ...
+    def reading(self, run: RunConfig) -> TrajectoryReader: ...
     @property
     def weights(self) -> WeightStore: ...
     async def close(self) -> None: ...

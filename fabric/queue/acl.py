@@ -55,9 +55,13 @@ STATUS_KEYS = (
     "{run}:dead {run}:trajectory:ready:* {run}:trajectory:held {run}:trajectory:deadline {run}:trajectory:suspects "
     "{run}:turn:suspects {run}:turn:ready:* {run}:turn:held"
 )
+TRAJECTORY_KEYS = (
+    "{run}:begun {run}:group:* {run}:rollouts:* {run}:kept {run}:kept:row:* {run}:kept:rollouts:* {run}:trajectory:* "
+    "{run}:turn:*"
+)
 ENDING_KEYS = (
     "{run}:trajectory:* {run}:turn:* {run}:group:* {run}:rollouts:* {run}:completed {run}:counters {run}:run "
-    "{run}:open {run}:late {run}:dead {run}:clock {run}:rewards {run}:timings"
+    "{run}:open {run}:late {run}:dead {run}:clock {run}:rewards {run}:begun {run}:timings"
 )
 RQ_ASK = "sadd hset rpush multi exec llen scard"  # what rq sends to put a job on its queue and to see how long it is …
 RQ_ASK_KEYS = "rq:queues rq:queue:* rq:job:*"
@@ -83,14 +87,14 @@ AGENT = Rights(
 
 TRAINER = Rights(
     purpose="creates runs, pushes groups, takes completed ones, publishes weights",
-    scripts="push_group beat_consumer acknowledge cancel_group rerun_stale open_publisher put_manifest "
+    scripts="push_group beat_consumer acknowledge drop_kept cancel_group rerun_stale open_publisher put_manifest "
     "advance_head set_head drop_version mend late_groups close_group add_event clock holders offer answer",
     commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
     "mget get getrange xrevrange xread wait waitaof",
     reads=f"{STATUS_KEYS} {{weights}}:*",
     writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:consumers {run}:dead "
-    "{run}:consumed {run}:open {run}:late {run}:clock {run}:timings {run}:group:* {run}:rollouts:* {run}:trajectory:* "
-    "{run}:turn:* {weights}:*",
+    "{run}:consumed {run}:open {run}:late {run}:clock {run}:group:* {run}:rollouts:* {run}:trajectory:* "
+    "{run}:turn:* {run}:timings {run}:begun {run}:kept {run}:kept:row:* {run}:kept:rollouts:* {weights}:*",
 )
 
 RIGHTS: dict[str, Rights] = {
@@ -123,29 +127,36 @@ RIGHTS: dict[str, Rights] = {
     ),
     "controller": Rights(
         purpose="publishes leases",
-        scripts=f"{BEAT} lead set_leases assign forget_workers set_plan clock add_event",
+        scripts=f"{BEAT} lead set_leases assign forget_workers set_plan add_sample clock add_event",
         commands=f"{STATUS} {LEAVE}",
         reads=STATUS_KEYS,
         writes=f"{BEAT_KEYS} {{rf}}:leader {{rf}}:lease_epoch {{rf}}:plan {{rf}}:lease_bell:* {{rf}}:events "
-        "{run}:leases {run}:lease_term",
+        "{rf}:samples {run}:leases {run}:lease_term",
     ),
     "api-read": Rights(
         purpose="an api that shows; sees numbers and dead letters, neither tasks nor tokens nor weights",
         scripts="clock holders",
-        commands=f"{STATUS} hkeys xread",
-        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {HELD_KEYS}",
+        commands=f"{STATUS} hkeys xread xrange",
+        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS}",
     ),
     "api-control": Rights(
         purpose="an api that also switches lending",
         scripts="clock holders add_event set_lend",
-        commands=f"{STATUS} hkeys xread",
-        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {HELD_KEYS}",
+        commands=f"{STATUS} hkeys xread xrange",
+        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS}",
+        writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
+    ),
+    "api-trajectories": Rights(
+        purpose="an api that also switches lending, and shows trajectories: tasks, texts and tokens",
+        scripts="clock holders add_event set_lend look_begun",
+        commands=f"{STATUS} hkeys xread xrange xrevrange",
+        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS} {TRAJECTORY_KEYS}",
         writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
     ),
     "operator": Rights(
-        purpose="people at the command line: status, lend, dead, weights, runs",
-        scripts="push_group clock holders add_event set_lend answer put_manifest drop_version mend",
-        commands=f"{STATUS} set hset hkeys hdel xread xrevrange scan unlink mget getrange get persist exists "
+        purpose="people at the command line: status, lend, dead, weights, runs, trace",
+        scripts="look_begun push_group clock holders add_event set_lend answer put_manifest drop_version mend",
+        commands=f"{STATUS} set hset hkeys hdel xread xrange xrevrange scan unlink mget getrange get persist exists "
         "type lrange sscan zrem xdel lrem srem",  # the last line: to find and remove rows that cannot be read
         reads="",
         writes="{rf}:* {run}:* rq:*",

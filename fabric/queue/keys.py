@@ -20,13 +20,15 @@ Fabric: tag {rf}
   rf:{rf}:leader            STRING "controller/process term until_ms". Rewritten by whoever leads.
   rf:{rf}:lease_epoch       STRING the highest term, only grows: older ones write nothing. Never deleted.
   rf:{rf}:plan              STRING LeasePlan, the newest: for people. Rewritten by whoever leads. Never deleted.
+  rf:{rf}:samples           STREAM sample: a Sample a minute, the newest that fit in SAMPLES_BYTES_MAX. Whoever leads.
   rf:{rf}:events            STREAM kind, facts (JSON). Bounded to about EVENT_COUNT_MAX: for people to read.
   rf:{rf}:clock             STRING "wall now": the clock of this tag, the broker's without its steps (use/look.lua).
   rf:{rf}:lease_bell:<worker>  LIST one ring at most: this worker's lease may have changed. TTL BELL_TTL_MS.
 
 Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:run            HASH   head_version, staleness, when_stale, depth (trajectories not yet consumed) and
-                                   depth_max, bytes (jobs and rollouts of open and waiting groups) and bytes_max.
+                                   depth_max, bytes (jobs and rollouts of open and waiting groups), bytes_max and
+                                   kept_bytes.
                                    Shard 0: agreement (Agreement), as a trainer compared last.
   rf:{run.s}:clock          STRING as rf:{rf}:clock.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).
@@ -52,6 +54,12 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    stream's consumer, by whoever takes its groups over.
   rf:{run.s}:dead           HASH   trajectory_id → DeadLetter. Deleted by retry or discard.
   rf:{run.s}:consumed       ZSET   group_id → when it was acknowledged or cancelled, the newest CONSUMED_COUNT_MAX.
+  rf:{run.s}:begun          ZSET   trajectory_id → when an agent took it first. Member deleted when it ends; a rollout
+                                   that is too stale is there again.
+  rf:{run.s}:kept           STREAM group, bytes: acknowledged groups that are kept for people to look at, the newest and
+                                   ever fewer older ones (rules/queue/keeping.py). Their sum is the run's kept_bytes.
+  rf:{run.s}:kept:row:<id>  HASH   as group:<id>, which it was. Deleted with its entry of kept.
+  rf:{run.s}:kept:rollouts:<id>  HASH  as rollouts:<id>. As above.
 
   For each kind of job, K = trajectory | turn:
   rf:{run.s}:K:ready:<u>    STREAM id: jobs that wait, by urgency 0 (first), 1, 2; consumer group "workers". Entry
@@ -110,6 +118,8 @@ PREFIX = "rf"
 CONSUMER_GROUP_WORKERS = "workers"
 CONSUMER_GROUP_TRAINER = "trainer"
 EVENT_COUNT_MAX = 10_000
+SAMPLES_BYTES_MAX = 16 << 20
+SAMPLE_COUNT_MAX = 7 * 24 * 60  # a week
 URGENCY_COUNT = 3
 CONSUMED_COUNT_MAX = 100_000  # a trainer that repeats an older push than this many groups would be believed
 BELL_TTL_MS = 60_000
@@ -127,6 +137,7 @@ LEADER = f"{PREFIX}:{{rf}}:leader"
 LEASE_EPOCH = f"{PREFIX}:{{rf}}:lease_epoch"
 PLAN = f"{PREFIX}:{{rf}}:plan"
 EVENTS = f"{PREFIX}:{{rf}}:events"
+SAMPLES = f"{PREFIX}:{{rf}}:samples"
 CLOCK = f"{PREFIX}:{{rf}}:clock"
 
 
@@ -177,6 +188,8 @@ class GroupKeys:
 
     row: str
     rollouts: str
+    kept_row: str
+    kept_rollouts: str
 
 
 class ShardKeys:
@@ -197,6 +210,8 @@ class ShardKeys:
         self.consumers = f"{self.base}:consumers"
         self.dead = f"{self.base}:dead"
         self.consumed = f"{self.base}:consumed"
+        self.begun = f"{self.base}:begun"
+        self.kept = f"{self.base}:kept"
         self.trajectory = self._jobs("trajectory")
         self.turn = self._jobs("turn")
         self.turn_agent = f"{self.base}:turn:agent"
@@ -209,7 +224,8 @@ class ShardKeys:
         return JobKeys(ready, *(f"{self.base}:{kind}:{name}" for name in names))
 
     def of_group(self, group_id: str) -> GroupKeys:
-        return GroupKeys(self.group(group_id), self.rollouts(group_id))
+        kept_row, kept_rollouts = (f"{self.base}:kept:{table}:{group_id}" for table in ("row", "rollouts"))
+        return GroupKeys(self.group(group_id), self.rollouts(group_id), kept_row, kept_rollouts)
 
     def group(self, group_id: str) -> str:
         return f"{self.base}:group:{group_id}"

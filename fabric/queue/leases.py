@@ -20,7 +20,7 @@ from ..broker.clients.channel import checked
 from ..broker.clients.translate import answers_of
 from ..broker.connection import translate
 from ..contract.errors import RunUnknown
-from ..contract.lease_plan import LeaseChange, LeasePlan
+from ..contract.lease_plan import LeaseChange, LeasePlan, Sample
 from ..contract.limits import EVENT_BYTES_MAX
 from ..contract.records import Lease, RunConfig, WorkerInfo
 from ..contract.text import one_line
@@ -29,7 +29,7 @@ from ..ports.queue import BadRow, RunStatus, Survey
 from ..rules.lending.lease import has_ended
 from . import keys as names
 from .keys import RunShards, ShardKeys
-from .rows import BadRows, lease_row, plan_row, shown_name, worker_row
+from .rows import BadRows, lease_row, plan_row, sample_row, shown_name, worker_row
 from .scripts import Call, Scripts
 from .status import queue_status, read_status, sum_up
 
@@ -172,6 +172,18 @@ class RedisLeases:
     async def plan(self) -> LeasePlan | None:
         with translate():
             return plan_row(await self._client.get(names.PLAN))
+
+    async def add_sample(self, term: int, sample: Sample) -> bool:
+        row = sample.encode()
+        count = max(1, min(names.SAMPLE_COUNT_MAX, names.SAMPLES_BYTES_MAX // len(row)))
+        with translate():
+            return bool(await self._scripts.call("add_sample", [], [term, row, count]))
+
+    async def samples(self, since_ms: int, until_ms: int) -> list[Sample]:
+        with translate():
+            rows = await self._client.xrange(names.SAMPLES, min=max(0, since_ms), max=max(0, until_ms))
+        found = [sample_row(fields.get(b"sample", b"")) for _, fields in rows]
+        return [each for each in found if each is not None]
 
     async def add_events(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         calls: list[Call] = [

@@ -6,7 +6,7 @@
   group that is too stale.
 - A group is looked at for staleness at every delivery.
 - Back-pressure is an error: a group above the run's bound is not taken in, and the error says which are.
-- A push is acknowledged when it is as safe as `durability` asks (durability.py).
+- A push is acknowledged when it is as safe as `durability` asks (scripts.py).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..contract.ids import new_worker_id, trajectory_id
 from ..contract.records import DeadLetter, Failure, Group, Rollout, RunConfig
 from ..contract.wire import dump_json
 from ..ports.queue import ConsumerBeat, Delivery, GroupPush
+from ..rules.queue.keeping import KEPT_COUNT_MAX, to_drop
 from ..rules.queue.push import DEAD_COUNT_MAX, outcome, too_many_bytes, too_many_dead, too_many_open
 from ..rules.queue.retries import NO_LETTER, RERUN_COUNT_MAX, is_stale, not_held, too_stale
-from .durability import Durability, call_durably
-from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER, RunShards
-from .rows import BadRows, GroupFacts, given_up_row, letter_row, rollout_rows
-from .scripts import Call, Owner, Scripts
+from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER, RunShards, ShardKeys
+from .rows import BadRows, GroupFacts, given_up_row, kept_row, letter_row, rollout_rows
+from .scripts import Call, Durability, Owner, Scripts, call_durably
 from .status import unknown_run
 
 LOOK_BACK_S = 5.0  # how often a consumer asks for groups that it was sent but never saw (the answer was lost)
@@ -40,6 +40,7 @@ PENDING_COUNT = 64  # of these looked at together
 DROP_COUNT = 500  # entries looked at behind one of no group
 TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
 NO_RUN = -2  # queue/lua/rollouts/push_group.lua: the run is not there
+KEPT_TOO_MUCH = 2  # queue/lua/rollouts/acknowledge.lua
 LATE_COUNT = 64  # groups closed at their deadline by one call
 
 
@@ -63,6 +64,7 @@ class RedisRolloutStream:
         self._shards = RunShards(run.run_id, run.shard_count)
         self._clock = clock or SystemClock()
         self._durability = durability
+        self._kept_bytes_max = run.kept_bytes_max // run.shard_count
         self._in_hand: set[tuple[int, bytes]] = set()  # received here, neither acknowledged nor put back
         self._look_back_at_s: dict[str, float] = {}
         self._known_names: set[str] = set()  # that this client has consumed under
@@ -344,12 +346,36 @@ class RedisRolloutStream:
             code = await self._scripts.call(
                 "acknowledge",
                 [keys, keys.of_group(group_id)],
-                [delivery.entry_id, delivery.holder, group_id, CONSUMED_COUNT_MAX],
+                [
+                    delivery.entry_id,
+                    delivery.holder,
+                    group_id,
+                    CONSUMED_COUNT_MAX,
+                    self._kept_bytes_max,
+                    KEPT_COUNT_MAX,
+                ],
             )
         self._in_hand.discard((delivery.shard, delivery.entry_id.encode()))
         if code < 0:
             raise not_held(self._run.run_id, group_id)
+        if code == KEPT_TOO_MUCH:
+            await self._drop_kept(keys)
         return bool(code)
+
+    async def _drop_kept(self, keys: ShardKeys) -> None:
+        """Drop some of the groups that are kept for people to look at."""
+        with translate():
+            rows = await self._client.xrange(keys.kept, count=2 * KEPT_COUNT_MAX)
+            kept = [kept_row(entry_id, fields) for entry_id, fields in rows]
+            now_ms = _moment(rows[-1][0])[0] if rows else 0
+            gone = [kept[index] for index in to_drop(kept, self._kept_bytes_max, now_ms)]
+            for start in range(0, len(gone), DROP_COUNT):
+                part = gone[start : start + DROP_COUNT]
+                groups = [keys.of_group(each.group_id) for each in part]
+                owners: list[Owner] = [keys, *(key for each in groups for key in (each.kept_row, each.kept_rollouts))]
+                await self._scripts.call("drop_kept", owners, [each.entry_id for each in part])
+            if not gone:  # somebody wrote over the sum
+                await self._client.hset(keys.run, "kept_bytes", sum(each.size_bytes for each in kept))
 
     async def cancel(self, group_id: str) -> bool:
         keys = self._shards.of(group_id)

@@ -22,7 +22,7 @@ from ..contract.agreement import Agreement, Alarm, AlarmRule
 from ..contract.errors import ConfigError, InputError, WireError
 from ..contract.fields import WHOLE_MAX
 from ..contract.ids import check_name, group_of
-from ..contract.lease_plan import LeasePlan
+from ..contract.lease_plan import LeasePlan, Sample
 from ..contract.limits import GROUP_SIZE_MAX, SLOT_COUNT_MAX
 from ..contract.records import DeadLetter, Lease, Rollout, RunConfig, TrajectoryJob, TurnJob, WorkerInfo
 from ..contract.sharing import ALL, LendSetting, SharingReport
@@ -33,6 +33,7 @@ from ..ports.queue import BAD_ROW_COUNT_MAX, BadRow
 from ..rules.lending.lease import time_left
 from ..rules.lending.terms import check_setting, setting_of
 from ..rules.queue.curve import Curve, RewardBucket, read_curve
+from ..rules.queue.keeping import KeptGroup
 from ..rules.queue.retries import given_up
 from ..rules.weights.chain import Link
 
@@ -291,6 +292,14 @@ def plan_row(raw: bytes | None) -> LeasePlan | None:
         return None
 
 
+def sample_row(raw: bytes) -> Sample | None:
+    """Read a sample; None if unreadable: there are others."""
+    try:
+        return Sample.decode(raw)
+    except WireError:
+        return None
+
+
 def event_row(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[str, str, dict[str, Any]]:
     """Read an event as (id, kind, facts)."""
     try:
@@ -350,6 +359,17 @@ def sharing_row(raw: bytes) -> SharingReport | None:
         return None
     figures = (*report.alone.values(), *report.shared.values())
     return report if all(type(figure) in (int, float) for figure in figures) else None
+
+
+def kept_row(entry_id: bytes, fields: Mapping[bytes, bytes]) -> KeptGroup:
+    """Read an entry of the groups that are kept; one that says no size counts as large, and goes first."""
+    size = fields.get(b"bytes", b"")
+    return KeptGroup(
+        entry_id=entry_id.decode(),
+        group_id=fields.get(b"group", b"").decode("utf-8", "replace"),
+        ended_ms=int(entry_id.partition(b"-")[0]),
+        size_bytes=int(size) if size.isdigit() and len(size) <= 16 else WHOLE_MAX,
+    )
 
 
 def head_row(run_id: str, values: Sequence[bytes | None]) -> Head:

@@ -19,7 +19,7 @@ from ..contract.agreement import Agreement
 from ..contract.fields import WHOLE_MAX
 from ..contract.ids import NAME
 from ..contract.images import digest_of
-from ..contract.lease_plan import LeasePlan
+from ..contract.lease_plan import LeasePlan, Sample
 from ..contract.limits import MIB
 from ..contract.records import DeadLetter, Rollout, TokenLog, TurnResult
 from ..contract.wire import load_json
@@ -55,8 +55,8 @@ CLOCK = re.compile(rb"(?=.{1,31}\Z)\d+ \d+")
 LEADER = re.compile(rb"[^\s/]+/?\S* \d+ \d+")
 DIGESTS = re.compile(rb"( [0-9a-f]{32})+")
 OPEN = re.compile(rb"[012] -?\d+ \d+")
-SUMS_OF_GROUP = frozenset((b"size", b"quorum", b"priority", b"completed", b"failed", b"cancelled", b"bytes"))
-SUMS_OF_RUN = frozenset((b"head_version", b"staleness", b"depth", b"depth_max", b"bytes", b"bytes_max"))
+SUMS_OF_GROUP = frozenset((b"size", b"quorum", b"priority", b"completed", b"failed", b"cancelled", b"bytes", b"ended"))
+SUMS_OF_RUN = frozenset((b"head_version", b"staleness", b"depth", b"depth_max", b"bytes", b"bytes_max", b"kept_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +203,7 @@ FABRIC: Tables = {
     "leader": ("string", _matches(LEADER, "no leader")),
     "lease_epoch": ("string", _matches(WHOLE, "no term")),
     "plan": ("string", lambda run, name, raw: LeasePlan.decode(raw)),
+    "samples": ("stream", lambda run, name, fields: Sample.decode(fields.get(b"sample", b""))),
     "events": ("stream", _event),
     "clock": ("string", _matches(CLOCK, "no clock")),
     "lease_bell:*": ("list", None),
@@ -224,6 +225,10 @@ SHARD: Tables = {
     "consumers": ("zset", _finite),
     "dead": ("hash", lambda run, name, raw: DeadLetter.decode(raw)),
     "consumed": ("zset", _finite),
+    "begun": ("zset", _job_time),
+    "kept": ("stream", lambda run, name, fields: _require(b"group" in fields, "it names no group")),
+    "kept:row:*": ("hash", _group_fact),
+    "kept:rollouts:*": ("hash", _rollout),
     "trajectory:job": ("hash", lambda run, name, raw: job_row(name, raw)),
     "trajectory:log": ("hash", lambda run, name, raw: load_json(raw)),
     "turn:job": ("hash", lambda run, name, raw: turn_row(name, raw)),

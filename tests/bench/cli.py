@@ -104,6 +104,14 @@ def training(
     raise typer.Exit(bench_training(quick=quick, json_output=json, figure=figure))
 
 
+@app.command("page")
+def page(quick: Quick = False, json: AsJson = False) -> None:
+    """The page and its api before a large fabric: how fast they answer, and what they cost the broker."""
+    from .page.main import bench_page
+
+    raise typer.Exit(bench_page(quick=quick, json_output=json))
+
+
 @app.command("evaluation")
 def evaluation(quick: Quick = False, json: AsJson = False) -> None:
     """What an evaluation beside training costs the training's groups, over the same work in a fabric of its own."""

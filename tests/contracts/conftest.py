@@ -15,6 +15,7 @@ from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.queue import board
 from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import CLOCK, RunShards
+from rollfab.fabric.queue.reading import RedisTrajectoryReader
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.fabric.queue.scripts import Call, Scripts, keys_of
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
@@ -33,6 +34,7 @@ class World:
     trajectories: Any
     turns: Any
     rollouts: Any
+    reading: Any
     again: Any  # a second view of the rollouts, as a restarted trainer has
     set_head: Callable[[int], Awaitable[None]]  # as a publisher's last step does
     set_clock_ahead: Callable[[float], Awaitable[None]]  # somebody sets the broker machine's time, by seconds
@@ -130,6 +132,7 @@ def on_redis(client: Any, run: RunConfig) -> World:
         RedisTrajectoryQueue(client, run, claim_ms=200, score_ms=200),
         RedisTurnQueue(client, run, claim_ms=200),
         RedisRolloutStream(client, run),
+        RedisTrajectoryReader(client, run),
         RedisRolloutStream(client, run),
         set_head,
         set_clock_ahead,

@@ -88,7 +88,7 @@ def put(redis: Redis, key: str, kind: str) -> None:
 
 def _field(key: str, name: bytes) -> bytes:
     """Tables that say several things have names for them."""
-    named = {"run": b"depth", "group": b"size", "head": b"version"}
+    named = {"run": b"depth", "group": b"size", "kept": b"size", "head": b"version"}
     return named.get(key.partition("}:")[2].partition(":")[0], name)
 
 

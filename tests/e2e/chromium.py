@@ -72,7 +72,8 @@ class Browser:
         os.write(self._write_fd, json.dumps(message).encode() + b"\0")
         result = await asyncio.wait_for(answer, 20)
         assert "error" not in result, f"{method}: {result['error']}"
-        return result["result"]
+        found: dict[str, Any] = result["result"]
+        return found
 
     async def open(self, url: str, *, width: int = 1320, height: int = 1000, scheme: str = "light") -> Page:
         """A new tab that shows `url`."""
@@ -109,7 +110,8 @@ class Page:
     async def text(self, selector: str) -> str | None:
         """What an element shows; None where there is none, or it is hidden."""
         query = f"(e => e && e.checkVisibility() ? e.innerText : null)(document.querySelector({json.dumps(selector)}))"
-        return await self.evaluate(query)
+        shown: str | None = await self.evaluate(query)
+        return shown
 
     async def wait_text(self, selector: str, expected: str, timeout_s: float = 6.0) -> None:
         """Wait until an element shows a text that contains `expected`."""

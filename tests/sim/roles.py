@@ -139,7 +139,11 @@ async def trainer(world: World, link: Link, stop: asyncio.Event) -> None:
     while not stop.is_set():
         try:
             run = await fabric.run(
-                RUN_ID, model="tiny", environment=f"sim-{world.options.recovery}", **world.options.settings
+                RUN_ID,
+                model="tiny",
+                environment=f"sim-{world.options.recovery}",
+                kept_bytes_max=3_000,  # a few groups, so that some are dropped
+                **world.options.settings,
             )
             break
         except FabricError:  # no agent has said yet that it offers the environment

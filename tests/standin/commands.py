@@ -75,6 +75,20 @@ COMMANDS[b"UNLINK"] = COMMANDS[b"DEL"]
 
 
 @command
+def rename(space: Keyspace, words: Words) -> Any:
+    if not space.is_there(words[0]):
+        raise ResponseError("ERR no such key")
+    value, ends_ms = space.held[words[0]], space.ends_ms.get(words[0])
+    space.delete(words[0])
+    space.held[words[1]] = value
+    space.ends_ms.pop(words[1], None)
+    if ends_ms is not None:
+        space.ends_ms[words[1]] = ends_ms
+    space.wake(words[1])
+    return OK
+
+
+@command
 def flushall(space: Keyspace, words: Words) -> Any:
     for key in space.names():
         space.delete(key)

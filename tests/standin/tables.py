@@ -162,6 +162,11 @@ class RunTables(_Tables):
     def consumed(self) -> set[str]:
         return set(self._scores(self.keys.consumed))
 
+    @property
+    def kept(self) -> list[str]:
+        """Consumed groups that are kept for people to look at, the oldest first."""
+        return [fields[1].decode() for fields in self._entries(self.keys.kept)]
+
     def check_integrity(self) -> None:
         """Assert what holds between any two scripts: see `JobTables`; and the totals are those of the groups."""
         self.trajectories.check_integrity()
@@ -179,6 +184,14 @@ class RunTables(_Tables):
         ended = {name for name, each in self.trajectories.records.items() if each.state in ("completed", "failed")}
         left = asked - (self.trajectories.records.keys() - ended)
         assert not left, f"turns of trajectories that are over: {left}"
+        begun = self._scores(self.keys.begun).keys()
+        under_way = {name for name, each in self.trajectories.records.items() if each.state in ("claimed", "scoring")}
+        assert under_way <= begun, f"under way, and agents have not begun them: {under_way - begun}"
+        left = begun - (self.trajectories.records.keys() - ended)
+        assert not left, f"begun, and over: {left}"
+        counted = int(self._do("HGET", self.keys.run, "kept_bytes") or 0)
+        sums = sum(int(fields[3]) for fields in self._entries(self.keys.kept))
+        assert counted == sums, f"kept_bytes is counted as {counted}, and is {sums}"
         shown = {name.partition("/")[0] for name in self._hash(self.keys.turn_image)}
         left = shown - (self.trajectories.records.keys() - ended)
         assert not left, f"images of trajectories that are over: {left}"

@@ -271,6 +271,8 @@ class Episode:
         self._texts: list[str] = []
         self._recovery: Recovery = "replay"
         self._has_limit = True  # whether we limit the time of a call; known once the world is open
+        self._began_s = limits.clock.now_s()
+        self._turn_ms: list[int] = []  # see Rollout
         self._stated: tuple[TextSampling, Sampling] | None = None  # the world's settings, and what came of them
         self.session: AgentSession | None = None  # of an agent that plays by itself
 
@@ -314,7 +316,7 @@ class Episode:
     async def _rollout(self, last: Step) -> Rollout:
         rewards = self._transcript.rewards
         reward = sum_rewards(rewards, self._name) if self._run.reward is None else None
-        record = {"reward": reward, "turn_count": len(rewards), **self._transcript.record()}
+        record = {"reward": reward, "turn_count": len(rewards), "turn_ms": self._turn_ms, **self._transcript.record()}
         end = "terminated" if last.terminated else "truncated" if last.truncated else "turns"
         return await self._made(end, last.info, rewards, record)
 
@@ -398,6 +400,7 @@ class Episode:
             if step.is_done:
                 raise self._diverged("it is over earlier than before")
             step = await self._apply(world, result)
+            self._turn_ms += [self._now_ms()] * 3
         return step
 
     async def _restore(self, world: Environment, snapshot: bytes) -> Step:
@@ -425,6 +428,7 @@ class Episode:
         for step, result in zip(known, settled, strict=False):
             await self._take(result)
             await self._add_step(step)
+            self._turn_ms += [self._now_ms()] * 3
         return await self._replay(world, last, settled[len(known) :])
 
     async def _turn(self, world: Environment) -> Step:
@@ -437,12 +441,15 @@ class Episode:
             images=self._transcript.images(),
         )
         check_prompt(job.turn_id, len(job.prompt_ids))
+        asked_ms = self._now_ms()
         result = await self._caller.ask(self._claim, job, self._transcript.files)
+        answered_ms = self._now_ms()
         if result.finish_reason == "refused":
             raise EngineUnsupported(f"turn {job.turn_id} was refused: {result.error}")
         if result.finish_reason == "error":
             raise FabricError(f"turn {job.turn_id} failed: {result.error}")
         step = await self._apply(world, result)
+        self._turn_ms += [asked_ms, answered_ms, self._now_ms()]
         if world.recovery == "snapshot" and self._goes_on(world, step):
             await self._snapshot(world)
         return step
@@ -475,6 +482,9 @@ class Episode:
             await self._caller.save(self._claim, await self._dump("snapshot", state, SNAPSHOT_BYTES_MAX))
 
     # ---- the record
+
+    def _now_ms(self) -> int:
+        return int((self._limits.clock.now_s() - self._began_s) * 1000)
 
     @property
     def _turn_count(self) -> int:

@@ -27,6 +27,7 @@ from ...fabric.contract.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePla
 from ...fabric.contract.records import Lease, WorkerInfo
 from ...fabric.contract.sharing import LendSetting
 from ...fabric.inspect.diagnosing import Cause, diagnose_survey
+from ...fabric.inspect.history import sample_of
 from ...fabric.ports.queue import LeaseBoard, Survey
 from ...fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, plan, settle
 from ...fabric.rules.lending.lease import has_ended
@@ -53,6 +54,8 @@ class ControllerConfig:
     """Serving leases end this long after the controller is gone."""
     worker_age_ms_max: int = 5_000
     """A worker that is silent this long is forgotten."""
+    sample_s: float = 60.0
+    """Seconds between two samples that are kept for people who look later."""
     rule: CapacityRule = field(default_factory=CapacityRule)
 
 
@@ -75,6 +78,7 @@ class Controller:
         self._shown_at_s = 0.0
         self._standing = Standing()
         self._looked_at_s = -math.inf
+        self._sampled_at_s = -math.inf
 
     async def run(self, stop: asyncio.Event) -> None:
         """Plan until `stop`; wait for a broker that cannot be reached."""
@@ -239,6 +243,14 @@ class Controller:
             log.info(kind, extra=facts)
         if events:
             await self._board.add_events(events)
+        await self._sample(survey, causes, now_s)
+
+    async def _sample(self, survey: Survey, causes: Mapping[str, Sequence[Cause]], now_s: float) -> None:
+        """Keep how all goes for people who look later, once a minute."""
+        if now_s - self._sampled_at_s >= self._config.sample_s:
+            self._sampled_at_s = now_s
+            sample = sample_of(survey, causes, await self._board.sharing())
+            await self._board.add_sample(self._term, sample)
 
 
 class Standing:

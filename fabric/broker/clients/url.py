@@ -70,7 +70,7 @@ class BrokerUrl:
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
     durability: Durability = "memory"
-    """How safe a push must be before it counts (queue/durability.py)."""
+    """How safe a push must be before it counts (queue/scripts.py)."""
     reward_queue: str | None = field(default=None, repr=False)
     """The broker of the reward queue, where it differs: rq cannot use a Redis Cluster."""
 

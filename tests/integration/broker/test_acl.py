@@ -152,6 +152,8 @@ FORBIDDEN = {
     "a reading api learns no relay's secret": ("api-read", "HGETALL", WEIGHTS.addresses),
     "a controlling api learns no relay's secret": ("api-control", "HGETALL", WEIGHTS.addresses),
     "an agent learns no relay's secret": ("agent", "HGETALL", WEIGHTS.addresses),
+    "an api that shows trajectories changes none": ("api-trajectories", "HSET", SHARD.rollouts("g"), "g.0", "x"),
+    "an api that shows trajectories reads no weights": ("api-trajectories", "GET", WEIGHTS.chunk(1, "keyframe.1", 0)),
     "a controlling api writes no leases": ("api-control", "HSET", SHARD.leases, "w", "9 64 0"),
     "a controlling api deletes no run": ("api-control", "HDEL", keys.RUNS, "r1"),
 }

@@ -8,10 +8,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from rollfab.api.access.config import ApiConfig
+from rollfab.api.app import make_app
 from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.contract.agreement import Agreement
 from rollfab.fabric.contract.images import ImagePlace, digest_of
@@ -30,9 +33,13 @@ from rollfab.fabric.contract.records import (
 from rollfab.fabric.contract.sharing import SharingReport
 from rollfab.fabric.format.manifest import Damage, Holder
 from rollfab.fabric.inspect.diagnosing import diagnose_run
+from rollfab.fabric.inspect.history import sample_of
+from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import Exchange, GroupPush, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.queue.acl import RIGHTS
 from rollfab.fabric.queue.board import RedisLeaseBoard
+from rollfab.fabric.queue.keys import ShardKeys
+from rollfab.fabric.queue.reading import RedisTrajectoryReader
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.fabric.queue.scripts import Scripts
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
@@ -70,6 +77,7 @@ class Part:
         self.rollouts = RedisRolloutStream(client, RUN)
         self.trajectories = RedisTrajectoryQueue(client, RUN)
         self.turns = RedisTurnQueue(client, RUN)
+        self.reading = RedisTrajectoryReader(client, RUN)
 
     async def beat(self, role: str) -> Lease | None:
         """Say that it lives; returns its lease."""
@@ -184,8 +192,13 @@ async def lend(who: dict[str, Part]) -> None:
     await controller.board.open_term(term)
     assert (await controller.board.survey()).leases["r1"][worker.name].lease_epoch == epoch
     assert await controller.board.set_plan(LeasePlan(controller_id=controller.name, term=term, made_at_ms=0))
-    for role in ("controller", "api-read", "api-control", "operator"):
+    for role in ("controller", "api-read", "api-control", "api-trajectories", "operator"):
         assert await who[role].board.plan() is not None
+    sample = sample_of(await controller.board.survey(), {}, await controller.board.sharing())
+    assert await controller.board.add_sample(term, sample)
+    assert not await controller.board.add_sample(term - 1, sample)
+    for role in ("api-read", "api-control", "api-trajectories", "operator"):
+        assert await who[role].board.samples(0, 1 << 50) == [sample]
     assert await controller.board.forget_workers(term, ["nobody"])
     await controller.board.add_event("lease.granted", {})
     assert await worker.board.lends_of(worker.name, "chat")
@@ -304,7 +317,11 @@ async def play_trajectories(who: dict[str, Part]) -> None:
     after = RedisRolloutStream(trainer.client, RUN)
     assert (await after.beat("trainer", 60.0)).taken_count == 1
     (delivery,) = await after.receive("trainer", 1, 1.0)
+    shard = ShardKeys("r1", 0)
+    await trainer.client.xadd(shard.kept, {"group": "old", "bytes": 9}, id="1-1")
+    await trainer.client.hset(shard.run, "kept_bytes", 1 << 40)
     assert await after.acknowledge(delivery)
+    assert b"old" not in {row[1][b"group"] for row in await trainer.client.xrange(shard.kept)}
     assert len(await trainer.rollouts.dead_letters(9)) == 2
     assert await trainer.rollouts.discard(broken.job.trajectory_id)
     for role, name in ((agent, "c"), (trainer, "h")):
@@ -360,7 +377,7 @@ async def look(who: dict[str, Part]) -> None:
     await who["trainer"].board.set_agreement("r1", AGREEMENT)
     for role in ("agent", "worker", "reward"):
         await who[role].measure("dedicated" if role == "worker" else role)
-    for role in ("trainer", "controller", "api-read", "api-control", "operator"):
+    for role in ("trainer", "controller", "api-read", "api-control", "api-trajectories", "operator"):
         part = who[role]
         assert set(await part.board.runs()) == {"r1"}
         status = await part.board.run_status("r1")
@@ -370,7 +387,7 @@ async def look(who: dict[str, Part]) -> None:
         await part.board.lends()
         assert set(await part.board.sharing()) == {"worker-1"}
     assert ("turn", "agent") in (await who["trainer"].board.timings("r1"))["r1"]
-    for role in ("api-read", "api-control", "operator"):
+    for role in ("api-read", "api-control", "api-trajectories", "operator"):
         part = who[role]
         assert await part.board.events("0", 10, 0.01)
         assert {role for name, role in (await part.board.timings())["r1"] if name == "turn"} == {
@@ -381,7 +398,13 @@ async def look(who: dict[str, Part]) -> None:
         assert held and all(await part.weights.manifests("r1", held))
         assert len(await part.weights.holders("r1", addressed=False)) == 1
         assert (await part.weights.head("r1")).version == 2
-    for role in ("api-control", "operator"):
+    for role in ("api-trajectories", "operator"):
+        assert (await who[role].reading.counts()).waiting == 0
+        (begun,) = await who[role].reading.begun(0, 10)
+        assert await who[role].reading.find(begun.trajectory_id)
+        for state in ("open", "waiting", "finished"):
+            await who[role].reading.groups(state, 10, "")
+    for role in ("api-control", "api-trajectories", "operator"):
         await who[role].board.set_lend("*", "on")
         await who[role].board.add_event("lend.switched", {})
     assert await who["operator"].board.newest_events("", 10)
@@ -396,7 +419,7 @@ async def leave(who: dict[str, Part]) -> None:
     assert await who["operator"].board.runs() == {}
 
 
-@pytest.mark.parametrize("role", ["trainer", "controller", "api-read", "api-control", "operator"])
+@pytest.mark.parametrize("role", ["trainer", "controller", "api-read", "api-control", "api-trajectories", "operator"])
 async def test_whoever_shows_a_run_may_read_why_it_stands(broker: Guarded, role: str) -> None:
     async with parts(broker) as found:
         trainer, agent = found["trainer"], found["agent"]
@@ -408,3 +431,17 @@ async def test_whoever_shows_a_run_may_read_why_it_stands(broker: Guarded, role:
         causes = await diagnose_run(found[role].board, "r1")
     assert causes[0].code == "attempts_fail" and "step raised KeyError" in causes[0].text
     assert broker.admin.acl_log() == []
+
+
+async def test_an_api_that_may_not_read_trajectories_says_who_may(broker: Guarded) -> None:
+    async with parts(broker) as found:
+        await found["trainer"].board.create_run(RUN)
+        for role, status in (("api-control", 403), ("api-trajectories", 200)):
+            async with await RedisFabric.open(broker.url(role), client_name="tests") as fabric:
+                transport = httpx.ASGITransport(make_app(fabric, ApiConfig()))
+                async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+                    for path in ("trajectories", "groups?state=finished"):
+                        answer = await http.get(f"/v1/runs/r1/{path}")
+                        assert answer.status_code == status, answer.text
+                    if status == 403:
+                        assert "rollfab-api-trajectories" in answer.json()["message"]

@@ -11,7 +11,7 @@ import pytest
 from rollfab.fabric.contract.errors import BrokerError, ConfigError, QueueFull
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.opened import RedisFabric
-from rollfab.fabric.queue import durability
+from rollfab.fabric.queue import scripts
 from tests.support.brokers.port_life import GROUP_SIZE, group_of
 from tests.support.brokers.redis_cluster import redis_cluster
 from tests.support.brokers.redis_server import ask, redis_server
@@ -42,7 +42,7 @@ async def test_a_disk_that_does_not_confirm_in_time_is_an_error_and_the_push_may
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a disk that is never synced
-    monkeypatch.setitem(durability.BARRIERS, "disk", ("WAITAOF", 1, 0, 50))
+    monkeypatch.setitem(scripts.BARRIERS, "disk", ("WAITAOF", 1, 0, 50))
     with redis_server(tmp_path, "appendonly yes", "appendfsync no") as server:
         async with await opened(f"{server.url}?durability=disk") as fabric:
             rollouts = fabric.rollouts(RUN)
@@ -60,7 +60,7 @@ async def test_a_disk_that_does_not_confirm_in_time_is_an_error_and_the_push_may
 async def test_a_push_with_durability_replica_waits_for_one_and_says_so_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(durability.BARRIERS, "replica", ("WAIT", 1, 300))
+    monkeypatch.setitem(scripts.BARRIERS, "replica", ("WAIT", 1, 300))
     (tmp_path / "p").mkdir()
     (tmp_path / "r").mkdir()
     with redis_server(tmp_path / "p", "repl-diskless-sync-delay 0") as primary:

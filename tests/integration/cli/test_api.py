@@ -67,12 +67,17 @@ async def test_readiness_names_the_missing_controller_and_returns_with_it(api: A
     assert await api.json("readyz") == {"is_ready": True, "missing": []}
 
 
+async def failing(api: ApiWorld) -> bool:
+    """Whether the api says that it has no broker."""
+    return (await api.http.get("v1/status")).status_code == 503
+
+
 async def test_a_broker_that_is_gone_is_said_so_everywhere() -> None:
     with EmbeddedBroker.start() as broker:
         async with running_api(broker.url, broker_timeout_s=1.0) as api:
             await api.json("v1/status")
             broker.stop()
-            await asyncio.sleep(0.3)
+            await until(lambda: failing(api))  # for a second, what was read last still counts
             for path in ("v1/status", "v1/runs", "v1/workers"):
                 said = await api.json(path, 503)
                 assert said["error"] == "BrokerError"

@@ -26,7 +26,7 @@ WORK: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "make a run": (("HSET", key_of("runs"), "x", "1"), {"trainer", "inference", "operator"}),
     "give a lease": (("HSET", key_of("r1.0:leases"), "w", "1 1 0"), {"controller", "operator"}),
     "lead": (("SET", key_of("leader"), "me 1 1"), {"controller", "operator"}),
-    "lend": (("HSET", key_of("lends"), "*", "on"), {"api-control", "operator"}),
+    "lend": (("HSET", key_of("lends"), "*", "on"), {"api-control", "api-trajectories", "operator"}),
     "move the head": (("HSET", key_of("r1.w:head"), "version", "9"), {"trainer", "inference", "operator"}),
     "write weights": (("SET", key_of("r1.w:chunk:0:keyframe.1:0"), "x"), {"trainer", "inference", "operator"}),
     "write a manifest": (("HSET", key_of("r1.w:manifests"), "0:keyframe", "x"), {"trainer", "inference", "operator"}),
@@ -41,15 +41,15 @@ WORK: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "read a rollout": (
         ("HGETALL", key_of("r1.0:rollouts:g")),
-        {"trainer", "inference", "agent", "gateway", "reward", "operator"},
+        {"trainer", "inference", "agent", "gateway", "reward", "api-trajectories", "operator"},
     ),
     "read a task": (
         ("HGET", key_of("r1.0:trajectory:job"), "g.0"),
-        {"trainer", "inference", "agent", "gateway", "reward", "operator"},
+        {"trainer", "inference", "agent", "gateway", "reward", "api-trajectories", "operator"},
     ),
     "read a prompt": (
         ("HGET", key_of("r1.0:turn:job"), "g.0.0"),
-        {"trainer", "inference", "agent", "gateway", "worker", "reward", "operator"},
+        {"trainer", "inference", "agent", "gateway", "worker", "reward", "api-trajectories", "operator"},
     ),
     "put a job on rq's queue": (("RPUSH", f"rq:queue:{QUEUE_NAME}", "x"), {"agent", "gateway", "reward"}),
     "write another program's key": (("SET", "session:1", "x"), set()),

@@ -2,10 +2,9 @@
 -- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect among them at
 -- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it.
 -- Returns {1, wall_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights too old
--- The machine's time as a job became ready is in its entry's id; a suspect has none.
--- Jobs whose record is gone or not ready (cancelled), and what is called as none is, are dropped here; one that cannot
--- be read is left to the reaper.
--- keys shard.clock shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log jobs.ready jobs.record
+-- An entry's id begins with the machine's time as its job became ready; suspects have none. Jobs without a record, not
+-- ready (cancelled) or called as none is, are dropped here; one that cannot be read is left to the reaper.
+-- keys shard.begun shard.clock shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log jobs.ready jobs.record
 -- keys jobs.suspects
 -- flags allow-oom
 -- use batch count record look time limit suspect
@@ -36,7 +35,7 @@ for class = 1, class_count do
   end
 end
 
-local records, taken, deadlines = read_records(jobs.record, ids), {}, {}
+local records, taken, deadlines, begun = read_records(jobs.record, ids), {}, {}, {}
 for _, id in ipairs(ids) do
   local r = is_job(id) and records[id]
   if r and r.state == 'ready' and r.loss >= suspect_loss and not takes_suspect then
@@ -46,10 +45,12 @@ for _, id in ipairs(ids) do
     r.state, r.fence, r.worker, r.inside = 'claimed', r.fence + 1, worker, tonumber(ARGV[7])
     taken[#taken + 1] = id
     add_pair(deadlines, now + claim_ms, id)
+    if ARGV[4] == '-' then add_pair(begun, now, id) end
   elseif not r and is_job(id) and redis.call('HEXISTS', jobs.record, id) == 1 then add_pair(deadlines, 0, id) end
 end
 write_records(jobs.record, taken, records)
 call_in_parts('ZADD', jobs.deadline, deadlines)
+for n = 1, #begun, 2 do redis.call('ZADD', shard.begun, 'NX', begun[n], begun[n + 1]) end
 if #taken > 0 then tally(jobs.held, worker, #taken) end
 
 local answer, texts, logs = {1, wall}, fetch_all(jobs.job, taken), fetch_all(jobs.log, taken)

@@ -2,7 +2,7 @@
 -- One attempt has failed: try again from the start, or give up into the dead letters. Never a reward of 0.
 -- With a rerun_count_max it did not fail, but came to an end too stale; that is counted apart.
 -- Returns 2 waiting for the next attempt · 3 in the dead letters · 0 the fence is stale (nothing written)
--- keys shard.counters shard.dead trajectory.bell trajectory.log trajectory.ready trajectory.record
+-- keys shard.begun shard.counters shard.dead trajectory.bell trajectory.log trajectory.ready trajectory.record
 -- flags allow-oom
 -- use batch count record claims look ring suspect forget_turns drop close
 local id, fence, group_id = ARGV[1], tonumber(ARGV[2]), ARGV[3]
@@ -22,6 +22,7 @@ if spend_attempt(r, tonumber(ARGV[5]), tonumber(ARGV[6])) then
   return 2
 end
 r.state = 'failed'
+redis.call('ZREM', shard.begun, id)
 write_record(trajectory.record, id, r)
 redis.call('HSET', shard.dead, id, ARGV[4])
 close(group_id, 'failed')

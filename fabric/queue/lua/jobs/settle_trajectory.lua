@@ -3,7 +3,7 @@
 -- soon it must be asked for). `worker` holds the claim; it is '' when a trajectory that waits for its reward gets it.
 -- Its loss is 0 again: agents that it cost are no losses of its reward, and those cost no agent of another attempt.
 -- Returns 1 settled (also when asked again) · 0 the fence is stale · {2, head_version} its tokens are (nothing written)
--- keys shard.clock shard.counters shard.rewards shard.run group.rollouts trajectory.deadline trajectory.log
+-- keys shard.begun shard.clock shard.counters shard.rewards shard.run group.rollouts trajectory.deadline trajectory.log
 -- keys trajectory.record
 -- flags allow-oom
 -- use batch count record claims look time suspect forget_turns drop close curve
@@ -32,6 +32,7 @@ write_record(trajectory.record, id, r)
 if state == 'scoring' then
   redis.call('ZADD', trajectory.deadline, now_ms(shard.clock) + tonumber(ARGV[6]), id)
 else
+  redis.call('ZREM', shard.begun, id)
   if ARGV[9] ~= '' then note_reward(shard.rewards, oldest, tonumber(ARGV[9]), tonumber(ARGV[10])) end
   close(group_id, 'completed')
 end

@@ -1,5 +1,5 @@
 -- What a group holds, and how it is dropped. Needs forget_turns.lua before it.
--- keys shard.run group.rollouts group.row trajectory.deadline trajectory.held trajectory.job trajectory.log
+-- keys shard.begun shard.run group.rollouts group.row trajectory.deadline trajectory.held trajectory.job trajectory.log
 -- keys trajectory.record
 
 -- Count bytes that the run holds, on the run and on the group that will take them with it.
@@ -26,6 +26,7 @@ local function drop_unfinished(group_id, size)
     local r = read_record(trajectory.record, id)
     if r and r.state ~= 'completed' and r.state ~= 'failed' then
       end_claim(trajectory, id, r)
+      redis.call('ZREM', shard.begun, id)
       forget_turns(id)
       forget_rollout(id)
       for _, key in ipairs({trajectory.record, trajectory.job, trajectory.log}) do redis.call('HDEL', key, id) end

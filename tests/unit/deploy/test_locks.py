@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LOCK = ROOT / "deploy" / "lock"
 LISTS = {"accepted.txt", "licences.txt"}
 LOCKS = sorted(path.name for path in LOCK.glob("*.txt") if path.name not in LISTS)

@@ -1,0 +1,125 @@
+"""Reading trajectories: what is under way, what waits for a trainer, what is kept of the past, and one in full.
+
+And what happened over the last days."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+
+from ...fabric.contract.errors import BrokerError
+from ...fabric.contract.fields import WHOLE_MAX
+from ...fabric.contract.wire import dump_json
+from ...fabric.inspect.history import lending_verdicts, points
+from ...fabric.inspect.trace import group_row, progress_row, row_of, view_of
+from ...fabric.ports.reading import Counts, TrajectoryReader
+from ..access.problems import Refused
+from ..schemas.answers import Problem
+from ..schemas.trajectories import Groups, History, Lists, Trajectories, TrajectoryCounts, TrajectoryView
+from .context import Context
+
+DAY_MS = 86_400_000
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    403: {"model": Problem, "description": "The api's broker user may not read trajectories"},
+    404: {"model": Problem, "description": "No such run or trajectory"},
+}
+UNREADABLE = (
+    "this api's broker user may not read trajectories, which hold tasks and texts: start it with the URL of user "
+    "rollfab-api-trajectories (`rollfab acl` writes it)"
+)
+
+TrajectoryCount = Annotated[int, Query(ge=1, le=200)]
+GroupCount = Annotated[int, Query(ge=1, le=100)]
+Cursor = Annotated[str, Query(max_length=60, description="of the page before; empty: the first")]
+
+
+def router(context: Context) -> APIRouter:
+    """Make the routes under /v1/runs/{run_id} that read trajectories."""
+    routes = APIRouter(prefix="/v1/runs/{run_id}", tags=["read"], responses=PROBLEMS)
+
+    async def reader(run_id: str) -> TrajectoryReader:
+        status = await context.ports.board.run_status(run_id)
+        return context.ports.reading(status.config)
+
+    @routes.get("/trajectories")
+    async def trajectories(
+        run_id: str, state: Lists = "open", count: TrajectoryCount = 50, cursor: Cursor = ""
+    ) -> Trajectories:
+        """List trajectories: those that agents are at, those that wait for the trainer, or those that are kept."""
+        with _allowed():
+            found = await reader(run_id)
+            counts = await found.counts()
+            if state == "open":
+                first = int(cursor) if cursor.isdigit() else 0
+                rows = [progress_row(each) for each in await found.begun(first, count)]
+                at = str(first + count) if len(rows) == count and counts.begun > first + count else ""
+            else:
+                groups, at = await found.groups(state, count, cursor)
+                rows = [row_of(each, f"{each.group_id}.{index}") for each in groups for index in range(each.size)]
+            return Trajectories(trajectories=rows, counts=_counts(counts), cursor=at or None)
+
+    @routes.get("/groups")
+    async def groups(run_id: str, state: Lists = "open", count: GroupCount = 20, cursor: Cursor = "") -> Groups:
+        """List groups, with their trajectories side by side."""
+        with _allowed():
+            found = await reader(run_id)
+            rows, at = await found.groups(state, count, cursor)
+            shown = [group_row(each) for each in rows]
+            return Groups(groups=shown, counts=_counts(await found.counts()), cursor=at or None)
+
+    @routes.get("/trajectories/{trajectory_id}", response_model=TrajectoryView)
+    async def trajectory(run_id: str, trajectory_id: str) -> Response:
+        """Show one trajectory in full: its turns as text and tokens, who made them, and when."""
+        with _allowed():
+            status = await context.ports.board.run_status(run_id)
+            seen = await context.ports.reading(status.config).find(trajectory_id)
+        if seen is None:
+            raise Refused(
+                404,
+                "TrajectoryUnknown",
+                f"run {run_id} has no trajectory {trajectory_id!r:.100} now: it was never submitted, was cancelled, or "
+                "is not kept any more (kept_bytes_max of the run)",
+            )
+        view = view_of(run_id, seen, *await context.tokenizers.of(status.config.model))
+        return Response(dump_json(view), media_type="application/json")
+
+    return routes
+
+
+def history_router(context: Context) -> APIRouter:
+    """Make the route /v1/history."""
+    routes = APIRouter(prefix="/v1", tags=["read"])
+
+    @routes.get("/history")
+    async def history(
+        since_ms: Annotated[int | None, Query(ge=0, le=WHOLE_MAX, description="default: a day before now")] = None,
+        until_ms: Annotated[int | None, Query(ge=0, le=WHOLE_MAX, description="default: now")] = None,
+        count: Annotated[int, Query(ge=1, le=1000, description="of points, at most")] = 300,
+    ) -> History:
+        """Tell what happened over hours or days: rates, levels, and what serving users saw."""
+        board = context.ports.board
+        end_ms = until_ms if until_ms is not None else await board.wall_ms()
+        samples = await board.samples(since_ms if since_ms is not None else end_ms - DAY_MS, end_ms)
+        found = points(samples, count)
+        since = samples[0].time_ms if found else None
+        return History(points=found, since_ms=since, lending=lending_verdicts(found))
+
+    return routes
+
+
+def _counts(counts: Counts) -> TrajectoryCounts:
+    return TrajectoryCounts(open=counts.begun, waiting_groups=counts.waiting, finished_groups=counts.finished)
+
+
+@contextmanager
+def _allowed() -> Iterator[None]:
+    """Say what to do where the broker's user may not read trajectories."""
+    try:
+        yield
+    except BrokerError as error:
+        if error.facts.get("reason") != "permission":
+            raise
+        raise Refused(403, "NotAllowed", UNREADABLE) from error

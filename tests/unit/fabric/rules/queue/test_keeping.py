@@ -1,0 +1,46 @@
+"""Which consumed groups are kept: what is newest stays, what is old is thinned, and the bounds hold."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollfab.fabric.rules.queue.keeping import KEPT_COUNT_MAX, KEPT_MS_MAX, REST, KeptGroup, to_drop
+
+
+def kept(sizes: list[int], *, step_ms: int = 1_000, first_ms: int = 0) -> list[KeptGroup]:
+    return [KeptGroup(f"{n}-0", f"g{n}", first_ms + n * step_ms, size) for n, size in enumerate(sizes)]
+
+
+@given(st.lists(st.integers(0, 1_000), min_size=1, max_size=300), st.integers(1, 50_000))
+def test_what_stays_fits_and_the_newest_goes_last(sizes: list[int], bytes_max: int) -> None:
+    groups = kept(sizes)
+    gone = to_drop(groups, bytes_max, groups[-1].ended_ms)
+    stays = [each for index, each in enumerate(groups) if index not in set(gone)]
+    assert gone == sorted(set(gone))
+    assert sum(each.size_bytes for each in stays) <= bytes_max * REST
+    if sum(sizes) <= bytes_max * REST:
+        assert not gone
+    if gone and stays:
+        assert stays[-1] is groups[-1]
+
+
+def test_groups_beyond_the_count_go_and_what_is_too_old_goes_first() -> None:
+    groups = kept([1] * (KEPT_COUNT_MAX + 1))
+    assert len(groups) - len(to_drop(groups, 1 << 30, groups[-1].ended_ms)) <= KEPT_COUNT_MAX * REST
+    old = kept([1] * 10, step_ms=KEPT_MS_MAX // 4)
+    assert to_drop(old, 1 << 30, old[-1].ended_ms) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_night_is_spread_over_what_is_kept() -> None:
+    """One group a second for a day, 100 may stay: each third of the day is there, and all of the last half minute."""
+    held: list[KeptGroup] = []
+    for second in range(86_400):
+        held.append(KeptGroup(f"{second * 1000}-0", f"g{second}", second * 1000, 10))
+        if sum(each.size_bytes for each in held) > 1_000:
+            gone = set(to_drop(held, 1_000, second * 1000))
+            held = [each for index, each in enumerate(held) if index not in gone]
+    hours = [each.ended_ms / 3_600_000 for each in held]
+    assert hours[0] == 0
+    assert min(sum(low <= hour < low + 8 for hour in hours) for low in (0, 8, 16)) >= 8
+    assert sum(hour > 24 - 0.5 / 60 for hour in hours) >= 29
