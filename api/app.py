@@ -27,6 +27,7 @@ from .access.auth import Guard
 from .access.config import ApiConfig, check_config
 from .access.connections import BodyLimit
 from .access.problems import install_problems
+from .metrics.scrape import Scraper
 from .reading.events import EventTail
 from .reading.status import Ports, StatusReader
 from .reading.weights import WeightReader
@@ -124,7 +125,10 @@ def make_context(ports: Ports, config: ApiConfig, clock: Clock) -> Context:
     tail = EventTail(ports.board, clock)
     weights = WeightReader(ports.weights)
     status = StatusReader(ports, tail=tail, weights=weights, config=config, clock=clock)
-    return Context(ports=ports, config=config, tail=tail, weights=weights, status=status, tokenizers=Tokenizers())
+    scraper, tokenizers = Scraper(status, ports.board, timeout_s=config.broker_timeout_s), Tokenizers()
+    return Context(
+        ports=ports, config=config, tail=tail, weights=weights, status=status, scraper=scraper, tokenizers=tokenizers
+    )
 
 
 def _lifespan(context: Context) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

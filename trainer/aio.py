@@ -48,6 +48,7 @@ from .checks import check_peek, check_run, check_settings, check_view, make_grou
 from .evaluation import SUFFIX, check_existing, check_version, evaluation_of, goal_of
 from .filters import Keep, Refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
+from .metrics import StepMeter
 from .publish.publisher import Publisher, PublishReport
 from .publish.tensors import ComparesOn, given_of
 from .receipts import Receipts
@@ -272,6 +273,7 @@ class AsyncRun:
         self._ledger = Ledger(ports.rollouts(config), run_id=config.run_id, open_ledgers=open_ledgers)
         self._waiting = Waiting(ports.board, config.run_id)
         self._reporter = AgreementReporter(ports.board, ports.weights, config.run_id)
+        self._meter = StepMeter(ports.board, config.run_id)
 
     @property
     def run_id(self) -> str:
@@ -510,6 +512,16 @@ class AsyncRun:
         """
         self._home.check()
         return await self._reporter.report(groups, logprobs, version, rule)
+
+    async def metrics(self, groups: Sequence[Group], *, prefix: str = "rollfab/") -> dict[str, float]:
+        """Return a training step in numbers, for wandb.log and its like: one call a step; docs/metrics.md.
+
+        Args:
+            groups: those that the step learns from.
+            prefix: stands before every name.
+        """
+        self._home.check()
+        return {prefix + name: value for name, value in (await self._meter.read(groups)).items()}
 
     @cached_property
     def receipts(self) -> Receipts:

@@ -346,6 +346,10 @@ class Run:
         """Show whether workers compute the probabilities that the trainer's model does, and name those that do not."""
         return self._loop.call(self._run.compare(groups, logprobs, version=version, rule=rule))
 
+    def metrics(self, groups: Sequence[Group], *, prefix: str = "rollfab/") -> dict[str, float]:
+        """Return a training step in numbers, once a step: `wandb.log(run.metrics(groups))`; docs/metrics.md."""
+        return self._loop.call(self._run.metrics(groups, prefix=prefix))
+
     def cancel(self, group_id: str) -> bool:
         """Drop a group that is not needed any more."""
         return self._loop.call(self._run.cancel(group_id))

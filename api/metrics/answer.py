@@ -8,17 +8,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from ...fabric.rules.queue.timings import Histograms
 from ..schemas.answers import RunView, Status, WorkerView
+from .families import counter, gauge
+from .histograms import histogram_metrics
 from .weights import weight_metrics
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+PLAIN, OPENMETRICS = CONTENT_TYPE_PLAIN_0_0_4, openmetrics.CONTENT_TYPE_LATEST
+WRITERS: Mapping[str, Callable[[CollectorRegistry], bytes]] = {
+    PLAIN: generate_latest,
+    OPENMETRICS: openmetrics.generate_latest,
+}
 COUNTERS = (
     ("groups_submitted", "groups_submitted", "Groups taken in."),
     ("groups_completed", "groups_completed", "Groups whose trajectories have all ended."),
@@ -39,27 +47,27 @@ COUNTERS = (
 )
 
 
-def render(status: Status | None) -> bytes:
-    """Write metrics as Prometheus text; without a status, that the broker does not answer."""
+def render(status: Status | None, runs: Mapping[str, Histograms], kind: str) -> bytes:
+    """Write metrics as text of a kind, PLAIN or OPENMETRICS; without a status, that the broker does not answer."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatusCollector(status))
-    return generate_latest(registry)
+    registry.register(StatusCollector(status, runs))
+    return WRITERS[kind](registry)
 
 
 class StatusCollector(Collector):
-    """One status as metric families."""
+    """One status, and the histograms of runs, as metric families."""
 
-    def __init__(self, status: Status | None) -> None:
+    def __init__(self, status: Status | None, runs: Mapping[str, Histograms]) -> None:
         self._status = status
+        self._runs = runs
 
     def collect(self) -> Iterable[Metric]:
         status = self._status
-        yield GaugeMetricFamily("rollfab_broker_up", "1 if the broker answered the api.", value=status is not None)
+        yield _one("broker_up", "1 if the broker answered the api.", status is not None)
         if status is None:
             return
-        yield GaugeMetricFamily(
-            "rollfab_ready", "1 if nothing is missing for work to flow.", value=status.readiness.is_ready
-        )
+        yield _one("ready", "1 if nothing is missing for work to flow.", status.readiness.is_ready)
+        yield from histogram_metrics(self._runs)
         yield from _run_gauges(status.runs)
         yield from _run_counters(status.runs)
         yield from _training(status.runs)
@@ -71,13 +79,13 @@ class StatusCollector(Collector):
 
 
 def _run_gauges(runs: list[RunView]) -> Iterator[Metric]:
-    trajectories = _gauge("trajectories", "Unfinished trajectories.", "run", "state")
-    turns = _gauge("turns", "Unfinished turns.", "run", "state")
-    depth = _gauge("trajectories_open", "Trajectories submitted and not yet consumed.", "run")
-    limit = _gauge("trajectories_open_limit", "Above this many open trajectories a push is refused.", "run")
-    memory = _gauge("memory_bytes", "Jobs and rollouts that the broker holds.", "run")
-    waiting = _gauge("groups_waiting", "Complete groups that the trainer has not acknowledged.", "run")
-    dead = _gauge("dead_letters", "Trajectories in the dead letters.", "run")
+    trajectories = gauge("trajectories", "Unfinished trajectories.", "run", "state")
+    turns = gauge("turns", "Unfinished turns.", "run", "state")
+    depth = gauge("trajectories_open", "Trajectories submitted and not yet consumed.", "run")
+    limit = gauge("trajectories_open_limit", "Above this many open trajectories a push is refused.", "run")
+    memory = gauge("memory_bytes", "Jobs and rollouts that the broker holds.", "run")
+    waiting = gauge("groups_waiting", "Complete groups that the trainer has not acknowledged.", "run")
+    dead = gauge("dead_letters", "Trajectories in the dead letters.", "run")
     for run in runs:
         for family, counts in ((trajectories, run.trajectories), (turns, run.turns)):
             for state, count in counts.items():
@@ -92,15 +100,15 @@ def _run_gauges(runs: list[RunView]) -> Iterator[Metric]:
 
 def _run_counters(runs: list[RunView]) -> Iterator[Metric]:
     for key, name, text in COUNTERS:
-        family = CounterMetricFamily(f"rollfab_{name}", text, labels=["run"])
+        family = counter(name, text, "run")
         for run in runs:
             family.add_metric([run.run_id], run.counters.get(key, 0))
         yield family
 
 
 def _training(runs: list[RunView]) -> Iterator[Metric]:
-    step = _gauge("trainer_step", "Optimiser step that the trainer last reported.", "run")
-    reward = _gauge("trainer_reward_mean", "Mean reward that the trainer last reported.", "run")
+    step = gauge("trainer_step", "Optimiser step that the trainer last reported.", "run")
+    reward = gauge("trainer_reward_mean", "Mean reward that the trainer last reported.", "run")
     for run in runs:
         if run.training is not None and run.training.step is not None:
             step.add_metric([run.run_id], run.training.step)
@@ -121,9 +129,9 @@ AGREEMENT = {
 
 
 def _agreement(runs: list[RunView]) -> Iterator[Metric]:
-    alarms = _gauge("agreement_alarms", "Workers whose log-probabilities are over a limit, and the trainer's.", "run")
-    tokens = _gauge("agreement_tokens", "Tokens compared; stale: of other versions, so not compared.", "run", "state")
-    figures = {name: _gauge(name, text, "run") for name, text in AGREEMENT.items()}
+    alarms = gauge("agreement_alarms", "Workers whose log-probabilities are over a limit, and the trainer's.", "run")
+    tokens = gauge("agreement_tokens", "Tokens compared; stale: of other versions, so not compared.", "run", "state")
+    figures = {name: gauge(name, text, "run") for name, text in AGREEMENT.items()}
     for run in runs:
         if run.agreement is None:
             continue
@@ -137,11 +145,11 @@ def _agreement(runs: list[RunView]) -> Iterator[Metric]:
 
 
 def _workers(workers: list[WorkerView]) -> Iterator[Metric]:
-    count = _gauge("workers", "Workers by role and state; silent: no heartbeat for 3 s.", "role", "state")
-    slots = _gauge("slots", "Turns or environments that live workers can run at once.", "role")
-    running = _gauge("slots_running", "Turns or environments that live workers run now.", "role")
-    age = _gauge("heartbeat_age_seconds_max", "Age of the oldest heartbeat.", "role")
-    headroom = _gauge("slo_headroom_ratio_min", "Smallest distance to the SLO among serving workers.", "role")
+    count = gauge("workers", "Workers by role and state; silent: no heartbeat for 3 s.", "role", "state")
+    slots = gauge("slots", "Turns or environments that live workers can run at once.", "role")
+    running = gauge("slots_running", "Turns or environments that live workers run now.", "role")
+    age = gauge("heartbeat_age_seconds_max", "Age of the oldest heartbeat.", "role")
+    headroom = gauge("slo_headroom_ratio_min", "Smallest distance to the SLO among serving workers.", "role")
     for role in sorted({worker.role for worker in workers}):
         members = [worker for worker in workers if worker.role == role]
         live = [worker for worker in members if worker.is_fresh]
@@ -165,7 +173,7 @@ def _engines(live: list[WorkerView]) -> Iterator[Metric]:
         ("sleep_seconds_max", "Longest that putting an engine to sleep took last.", max, 1e-3),
     )
     for (name, text, pick, unit), field in zip(rows, ("prefix_hit_fraction", "wake_ms", "sleep_ms"), strict=True):
-        family = _gauge(name, text, "role")
+        family = gauge(name, text, "role")
         for role in sorted({worker.role for worker in live}):
             values = [getattr(worker, field) for worker in live if worker.role == role]
             known = [value for value in values if value is not None]
@@ -175,8 +183,8 @@ def _engines(live: list[WorkerView]) -> Iterator[Metric]:
 
 
 def _leases(status: Status) -> Iterator[Metric]:
-    count = _gauge("leases", "Leases that have not ended.", "run", "state")
-    slots = _gauge("lease_slots", "Turns that these leases allow at once.", "run", "state")
+    count = gauge("leases", "Leases that have not ended.", "run", "state")
+    slots = gauge("lease_slots", "Turns that these leases allow at once.", "run", "state")
     for run in status.runs:
         for state, is_standing in (("standing", True), ("revocable", False)):
             found = [each for each in status.leases if (each.run_id, each.is_standing) == (run.run_id, is_standing)]
@@ -185,8 +193,10 @@ def _leases(status: Status) -> Iterator[Metric]:
     yield from (count, slots)
 
 
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"rollfab_{name}", text, labels=labels)
+def _one(name: str, text: str, value: float) -> Metric:
+    family = gauge(name, text)
+    family.add_metric([], value)
+    return family
 
 
 # ---------------------------------------------------------------- sharing
@@ -223,7 +233,7 @@ def _states(live: list[WorkerView]) -> Iterator[Metric]:
         ("lend_workers", "Live serving workers by what their team allows now.", MODES, modes),
         ("guard_workers", "Live serving workers by what their guard does now.", GUARDS, guards),
     ):
-        family = GaugeMetricFamily(f"rollfab_{name}", text, labels=["state"])
+        family = gauge(name, text, "state")
         for each in known:
             family.add_metric([each], counts[each])
         yield family
@@ -232,7 +242,7 @@ def _states(live: list[WorkerView]) -> Iterator[Metric]:
 def _open(live: list[WorkerView]) -> Iterator[Metric]:
     shares = [worker.open_fraction for worker in live if worker.open_fraction is not None]
     text = "Part of the last seconds in which guards let rollouts run."
-    family = GaugeMetricFamily("rollfab_guard_open_ratio", text, labels=["kind"])
+    family = gauge("guard_open_ratio", text, "kind")
     if shares:
         family.add_metric(["min"], min(shares))
         family.add_metric(["mean"], sum(shares) / len(shares))
@@ -242,21 +252,21 @@ def _open(live: list[WorkerView]) -> Iterator[Metric]:
 def _price(status: Status) -> Iterator[Metric]:
     totals, text = status.sharing, "P99 latency of serving requests, of the worker where it is highest."
     for name in ("ttft", "tpot"):
-        family = GaugeMetricFamily(f"rollfab_serving_{name}_seconds_p99_max", text, labels=["kind"])
+        family = gauge(f"serving_{name}_seconds_p99_max", text, "kind")
         for kind, field in (("alone", "alone"), ("rollouts", "shared")):
             highest = getattr(totals, f"{name}_ms_p99_{field}_worst")
             if highest is not None:
                 family.add_metric([kind], highest / 1000)
         yield family
-    tax = GaugeMetricFamily("rollfab_serving_tax_p99_ratio_max", "Shared over alone, less one.", labels=["kind"])
+    tax = gauge("serving_tax_p99_ratio_max", "Shared over alone, less one.", "kind")
     for field, name in TAXES:
         if (found := getattr(totals, field)) is not None:
             tax.add_metric([name], found)
     yield tax
-    attained = GaugeMetricFamily("rollfab_serving_attained_ratio", "Requests within both objectives.", labels=["kind"])
+    attained = gauge("serving_attained_ratio", "Requests within both objectives.", "kind")
     for kind, share in (("alone", totals.alone_attained_fraction), ("rollouts", totals.shared_attained_fraction)):
         if share is not None:
             attained.add_metric([kind], share)
     yield attained
     for field, name, what in SUMS:
-        yield GaugeMetricFamily(f"rollfab_{name}", what, value=getattr(totals, field))
+        yield _one(name, what, getattr(totals, field))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from ..reading.views import GENERATING
 from ..schemas.answers import Status, WorkerView
 from ..schemas.weights import WeightsView, WeightVersion
+from .families import counter, gauge
 
 WORKERS = (
     ("version", "active_version", 1.0, "Policy version that the worker generates with; -1 for none."),
@@ -32,8 +33,8 @@ def weight_metrics(status: Status) -> Iterator[Metric]:
 
 
 def _heads(status: Status) -> Iterator[Metric]:
-    head = _gauge("head_version", "Newest published policy version; -1 for none.", "run")
-    active = _gauge("active_version_min", "Oldest policy version that a live worker of the run generates with.", "run")
+    head = gauge("head_version", "Newest published policy version; -1 for none.", "run")
+    active = gauge("active_version_min", "Oldest policy version that a live worker of the run generates with.", "run")
     for weights in status.weights:
         head.add_metric([weights.run_id], weights.head_version)
         found = [worker.active_version for worker in status.workers if _generates(worker, weights.run_id)]
@@ -43,12 +44,12 @@ def _heads(status: Status) -> Iterator[Metric]:
 
 
 def _sizes(runs: list[WeightsView]) -> Iterator[Metric]:
-    payload = _gauge("head_payload_bytes", "Bytes that the newest version takes to fetch.", "run")
-    dense = _gauge("head_dense_bytes", "Bytes of the full weights.", "run")
-    by_kind = _gauge("weights_payload_bytes", "Payload of the newest version of a kind.", "run", "kind")
-    density = _gauge("weights_density_ratio", "Changed elements of all, in the newest delta.", "run")
-    each = _gauge("weights_bytes_per_changed", "Bytes for every changed element, in the newest delta.", "run")
-    floor = _gauge("weights_of_entropy_floor_ratio", "Entropy floor over the payload, newest delta's blocks.", "run")
+    payload = gauge("head_payload_bytes", "Bytes that the newest version takes to fetch.", "run")
+    dense = gauge("head_dense_bytes", "Bytes of the full weights.", "run")
+    by_kind = gauge("weights_payload_bytes", "Payload of the newest version of a kind.", "run", "kind")
+    density = gauge("weights_density_ratio", "Changed elements of all, in the newest delta.", "run")
+    each = gauge("weights_bytes_per_changed", "Bytes for every changed element, in the newest delta.", "run")
+    floor = gauge("weights_of_entropy_floor_ratio", "Entropy floor over the payload, newest delta's blocks.", "run")
     for weights in runs:
         newest = {version.kind: version for version in weights.newest_by_kind}
         for kind, version in sorted(newest.items()):
@@ -66,11 +67,11 @@ def _sizes(runs: list[WeightsView]) -> Iterator[Metric]:
 
 
 def _held(runs: list[WeightsView]) -> Iterator[Metric]:
-    held = _gauge("weights_held_bytes", "Bytes of all versions that the broker holds.", "run")
-    count = _gauge("weights_manifests", "Manifests that the broker holds.", "run")
-    holders = _gauge("weights_holders", "Workers and relays that hold weights of the run.", "run")
+    held = gauge("weights_held_bytes", "Bytes of all versions that the broker holds.", "run")
+    count = gauge("weights_manifests", "Manifests that the broker holds.", "run")
+    holders = gauge("weights_holders", "Workers and relays that hold weights of the run.", "run")
     text = "Bytes of versions published, with keyframes and jumps, since this api began to look."
-    published = CounterMetricFamily("rollfab_weights_published_bytes", text, labels=["run"])
+    published = counter("weights_published_bytes", text, "run")
     for weights in runs:
         if weights.held_bytes is not None:
             held.add_metric([weights.run_id], weights.held_bytes)
@@ -82,13 +83,13 @@ def _held(runs: list[WeightsView]) -> Iterator[Metric]:
 
 def _workers(live: list[WorkerView]) -> Iterator[Metric]:
     for name, field, unit, text in WORKERS:
-        family = _gauge(f"worker_weights_{name}", text, "run", "worker")
+        family = gauge(f"worker_weights_{name}", text, "run", "worker")
         for worker in live:
             value = getattr(worker, field)
             if worker.run_id is not None and value is not None:
                 family.add_metric([worker.run_id, worker.worker_id], value * unit)
         yield family
-    failed = _gauge("worker_failed", "1 if the worker takes no turns because of an error.", "run", "worker")
+    failed = gauge("worker_failed", "1 if the worker takes no turns because of an error.", "run", "worker")
     for worker in live:
         if worker.run_id is not None:
             failed.add_metric([worker.run_id, worker.worker_id], worker.error is not None)
@@ -103,7 +104,3 @@ def _head(weights: WeightsView) -> WeightVersion | None:
 
 def _generates(worker: WorkerView, run_id: str) -> bool:
     return worker.is_fresh and worker.role in GENERATING and worker.run_id == run_id
-
-
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"rollfab_{name}", text, labels=labels)

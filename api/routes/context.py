@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...fabric.model.shown_tokens import Tokenizers
 from ..access.config import ApiConfig
+from ..metrics.scrape import Scraper
 from ..reading.events import EventTail
 from ..reading.status import Ports, StatusReader
 from ..reading.weights import WeightReader
@@ -20,4 +21,5 @@ class Context:
     tail: EventTail
     weights: WeightReader
     status: StatusReader
+    scraper: Scraper
     tokenizers: Tokenizers

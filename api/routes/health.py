@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
 
 from ... import __version__
 from ...fabric.contract.errors import FabricError, RunUnknown
-from ..metrics.answer import CONTENT_TYPE, render
+from ..metrics.answer import OPENMETRICS, PLAIN
 from ..reading.views import run_readiness
 from ..schemas.answers import Health, Problem, Readiness, RunReadiness
 from .context import Context
@@ -42,13 +44,12 @@ def router(context: Context) -> APIRouter:
             response.status_code = 503
         return ready
 
-    @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> Response:
-        """Write Prometheus text. A broker that does not answer is `rollfab_broker_up 0`."""
-        try:
-            status = await context.status.read()
-        except FabricError:
-            status = None
-        return Response(render(status), media_type=CONTENT_TYPE)
+    kinds: dict[str, Any] = {kind.partition(";")[0]: {} for kind in (PLAIN, OPENMETRICS)}
+
+    @routes.get("/metrics", response_class=Response, responses={200: {"content": kinds}})
+    async def metrics(request: Request) -> Response:
+        """Write Prometheus text, or OpenMetrics for who accepts it. A broker that is away is `rollfab_broker_up 0`."""
+        text, kind = await context.scraper.text(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": kind, "vary": "Accept"})
 
     return routes

@@ -23,6 +23,7 @@ STATED = {
     "oss-harmony": "Apache-2.0",
     "prime-pydantic-config": "Apache-2.0",
     "prometheus-fastapi-instrumentator": "ISC",
+    "promql-parser": "MIT",
     "protobuf-py-ext": "Apache-2.0",  # of the same repository as protobuf-py, which states it
     "setuptools": "MIT",
     "taskiq-dependencies": "MIT",

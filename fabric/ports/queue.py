@@ -33,9 +33,11 @@ from ..contract.records import (
 )
 from ..contract.sharing import LendSetting, SharingReport
 from ..rules.queue.curve import Curve
+from ..rules.queue.timings import Histograms, Timings
 from .reading import TrajectoryReader
 from .weights import WeightStore
 
+FENCES_PER_CLAIM = 65536  # of a turn, within one claim of its trajectory: fabric/queue/lua/use/record.lua
 NotPushed = Literal["lost", "over"]  # the trajectory's claim is lost; the trajectory has had all its turns
 
 
@@ -43,7 +45,8 @@ NotPushed = Literal["lost", "over"]  # the trajectory's claim is lost; the traje
 class TrajectoryClaim:
     """An agent's hold on one trajectory.
 
-    turns: what earlier claims of this attempt settled, to be replayed. turn_count_max: of its turns, in all claims.
+    waited_s: since it became ready, by the broker's clock; None: not known. turns: what earlier claims of this attempt
+    settled, to be replayed. turn_count_max: of its turns, in all claims.
     """
 
     job: TrajectoryJob
@@ -51,6 +54,7 @@ class TrajectoryClaim:
     fence: int
     attempt: int
     loss: int
+    waited_s: float | None = None
     snapshot: bytes | None = None
     turns: tuple[TurnResult, ...] = ()
     turn_count_max: int = TURN_COUNT_MAX
@@ -67,13 +71,22 @@ class ScoreClaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnClaim:
-    """A rollout worker's hold on one turn. `log`: tokens that earlier claims made. images: its job's."""
+    """A rollout worker's hold on one turn. `log`: tokens that earlier claims made. images: its job's.
+
+    waited_s: since it became ready, by the broker's clock; None: not known.
+    """
 
     job: TurnJob
     fence: int
     loss: int
+    waited_s: float | None = None
     log: TokenLog | None = None
     images: tuple[Image, ...] = ()
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether an earlier claim began it."""
+        return self.fence % FENCES_PER_CLAIM > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,6 +488,14 @@ class LeaseBoard(Protocol):
 
     async def heartbeat(self, info: WorkerInfo) -> Lease | None:
         """Say that a worker lives; returns its lease, if it has one that has not ended."""
+        ...
+
+    async def add_timings(self, info: WorkerInfo, timings: Timings) -> None:
+        """Add what a worker has measured since its last report to the histograms of its runs, each report once."""
+        ...
+
+    async def timings(self, run_id: str | None = None) -> dict[str, Histograms]:
+        """Return the histograms of every run, or of one: of all roles, also of those that have ended."""
         ...
 
     async def wait_lease(self, worker_id: str, timeout_s: float) -> None:

@@ -45,6 +45,8 @@ class Rights:
 BEAT = "heartbeat read_lease"
 # assignments, sharing: to leave, its own
 BEAT_KEYS = "{rf}:workers {rf}:heartbeats {rf}:assignments {rf}:sharing {rf}:clock {run}:clock"
+MEASURE = f"{BEAT} add_timings"
+MEASURE_KEYS = f"{BEAT_KEYS} {{run}}:timings {{run}}:told:*"
 LEAVE = "hexists hdel zrem hgetall"
 STATUS = "pttl get hgetall hmget hget hvals hlen hscan llen xlen xinfo|consumers zcard zrange"
 STATUS_KEYS = (
@@ -59,7 +61,7 @@ TRAJECTORY_KEYS = (
 )
 ENDING_KEYS = (
     "{run}:trajectory:* {run}:turn:* {run}:group:* {run}:rollouts:* {run}:completed {run}:counters {run}:run "
-    "{run}:open {run}:late {run}:dead {run}:clock {run}:rewards {run}:begun"
+    "{run}:open {run}:late {run}:dead {run}:clock {run}:rewards {run}:begun {run}:timings"
 )
 RQ_ASK = "sadd hset rpush multi exec llen scard"  # what rq sends to put a job on its queue and to see how long it is …
 RQ_ASK_KEYS = "rq:queues rq:queue:* rq:job:*"
@@ -76,11 +78,11 @@ HELD_KEYS = "{weights}:head {weights}:manifests {weights}:holders {weights}:hold
 
 AGENT = Rights(
     purpose="drives trajectories, asks for turns, asks for rewards",
-    scripts=f"{BEAT} claim renew settle_trajectory fail_trajectory release reap push_turns put_images settle_turns "
+    scripts=f"{MEASURE} claim renew settle_trajectory fail_trajectory release reap push_turns put_images settle_turns "
     "cancel_turns late_groups close_group",
     commands=f"{LEAVE} blpop hget hmget xread xdel {RQ_ASK}",
     reads="{rf}:runs {run}:leases",
-    writes=f"{BEAT_KEYS} {ENDING_KEYS} {{run}}:inbox:* {RQ_ASK_KEYS}",
+    writes=f"{MEASURE_KEYS} {ENDING_KEYS} {{run}}:inbox:* {RQ_ASK_KEYS}",
 )
 
 TRAINER = Rights(
@@ -92,7 +94,7 @@ TRAINER = Rights(
     reads=f"{STATUS_KEYS} {{weights}}:*",
     writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:consumers {run}:dead "
     "{run}:consumed {run}:open {run}:late {run}:clock {run}:group:* {run}:rollouts:* {run}:trajectory:* "
-    "{run}:turn:* {run}:begun {run}:kept {run}:kept:row:* {run}:kept:rollouts:* {weights}:*",
+    "{run}:turn:* {run}:timings {run}:begun {run}:kept {run}:kept:row:* {run}:kept:rollouts:* {weights}:*",
 )
 
 RIGHTS: dict[str, Rights] = {
@@ -101,26 +103,26 @@ RIGHTS: dict[str, Rights] = {
     "gateway": replace(AGENT, purpose="holds sessions: trajectories that agents play elsewhere"),
     "inference": Rights(
         purpose="a gateway before an engine's HTTP: carriers and turns like an agent, runs and weights like a trainer",
-        scripts=f"{BEAT} claim renew release reap push_turns settle_turns cancel_turns fail_trajectory late_groups "
+        scripts=f"{MEASURE} claim renew release reap push_turns settle_turns cancel_turns fail_trajectory late_groups "
         "close_group push_group cancel_group open_publisher put_manifest advance_head set_head drop_version mend "
         "clock holders offer answer",
         commands=" ".join(dict.fromkeys(f"{LEAVE} blpop {TRAINER.commands}".split())),
         reads=f"{TRAINER.reads} {{run}}:leases",
-        writes=f"{BEAT_KEYS} {ENDING_KEYS} {{run}}:consumed {{run}}:inbox:* {{rf}}:runs {{weights}}:*",
+        writes=f"{MEASURE_KEYS} {ENDING_KEYS} {{run}}:consumed {{run}}:inbox:* {{rf}}:runs {{weights}}:*",
     ),
     "worker": Rights(
         purpose="dedicated or serving: generates turns under a lease, receives weights",
-        scripts=f"{BEAT} read_lends set_sharing claim renew release settle_turns hold holders answer",
+        scripts=f"{MEASURE} read_lends set_sharing claim renew release settle_turns hold holders answer",
         commands=f"{LEAVE} blpop hget hmget hkeys mget get getrange xread xrevrange",
         reads="{rf}:runs {rf}:lends {run}:leases {run}:run {run}:open {weights}:*",
-        writes=f"{BEAT_KEYS} {{rf}}:lease_bell:* {{run}}:turn:* {{run}}:inbox:* {{run}}:counters {HOLD_KEYS}",
+        writes=f"{MEASURE_KEYS} {{rf}}:lease_bell:* {{run}}:turn:* {{run}}:inbox:* {{run}}:counters {HOLD_KEYS}",
     ),
     "reward": Rights(
         purpose="takes reward jobs from rq, scores trajectories",
-        scripts=f"{BEAT} settle_trajectory fail_trajectory begin_score lose_score keep_scoring",
+        scripts=f"{MEASURE} settle_trajectory fail_trajectory begin_score lose_score keep_scoring",
         commands=f"{LEAVE} {RQ_WORK}",
         reads="{rf}:runs {run}:leases",
-        writes=f"{BEAT_KEYS} {ENDING_KEYS} rq:*",
+        writes=f"{MEASURE_KEYS} {ENDING_KEYS} rq:*",
         channels="rq:pubsub:*",
     ),
     "controller": Rights(
@@ -135,20 +137,20 @@ RIGHTS: dict[str, Rights] = {
         purpose="an api that shows; sees numbers and dead letters, neither tasks nor tokens nor weights",
         scripts="clock holders",
         commands=f"{STATUS} hkeys xread xrange",
-        reads=f"{STATUS_KEYS} {{rf}}:events {{rf}}:samples {HELD_KEYS}",
+        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS}",
     ),
     "api-control": Rights(
         purpose="an api that also switches lending",
         scripts="clock holders add_event set_lend",
         commands=f"{STATUS} hkeys xread xrange",
-        reads=f"{STATUS_KEYS} {{rf}}:events {{rf}}:samples {HELD_KEYS}",
+        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS}",
         writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
     ),
     "api-trajectories": Rights(
         purpose="an api that also switches lending, and shows trajectories: tasks, texts and tokens",
         scripts="clock holders add_event set_lend look_begun",
         commands=f"{STATUS} hkeys xread xrange xrevrange",
-        reads=f"{STATUS_KEYS} {{rf}}:events {{rf}}:samples {HELD_KEYS} {TRAJECTORY_KEYS}",
+        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS} {TRAJECTORY_KEYS}",
         writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
     ),
     "operator": Rights(

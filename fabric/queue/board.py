@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from redis.asyncio import Redis
@@ -40,13 +41,14 @@ from ..rules.lending.terms import (
     switch_facts,
 )
 from ..rules.queue.runs import check_same_run
+from ..rules.queue.timings import Histograms, Timings, field_of, latest_field_of, read_timings
 from . import keys as names
 from .keys import RunShards, ShardKeys, WeightKeys
 from .leases import RedisLeases, beat_age
 from .rollouts import stream_rows
 from .row_survey import remove_row, survey_rows
-from .rows import BadRows, event_row, lease_row, lend_row, run_row, sharing_row, worker_row
-from .scripts import Argument
+from .rows import BadRows, event_row, lease_row, lend_row, run_row, sharing_row, text_rows, worker_row
+from .scripts import Argument, Call
 from .status import details_of, queue_status, read_status, sum_up, unknown_run
 
 log = logging.getLogger(__name__)
@@ -195,6 +197,31 @@ class RedisLeaseBoard(RedisLeases):
             log.warning("lease.unreadable", extra={"error": str(error)})
             return None
         return None if lease is None or has_ended(lease) else lease
+
+    async def add_timings(self, info: WorkerInfo, timings: Timings) -> None:
+        calls: list[Call] = []
+        for report in timings.reports():
+            shard = ShardKeys(report.run_id, 0)
+            args: list[Argument] = [report.number, names.TOLD_TTL_MS, len(report.counts)]
+            for (name, place), by in report.counts.items():
+                args += [field_of(name, info.role, place), by]
+            for (name, place), (seconds, trajectory_id) in report.latest.items():
+                args += [latest_field_of(name, info.role, place), f"{seconds:.6f} {trajectory_id}"]
+            calls.append(("add_timings", [shard, shard.told(info.worker_id)], args))
+        if calls:
+            with translate():
+                checked(await self._scripts.call_many(calls))
+            timings.heard()
+
+    async def timings(self, run_id: str | None = None) -> dict[str, Histograms]:
+        runs = await self.runs() if run_id is None else {run_id: await self._run(run_id)}
+        shards = {name: RunShards(name, run.shard_count).all for name, run in runs.items()}
+        pipeline = self._client.pipeline(transaction=False)
+        for keys in chain.from_iterable(shards.values()):
+            pipeline.hgetall(keys.timings)
+        with translate():
+            answers = iter(await answers_of(pipeline))
+        return {name: read_timings([text_rows(next(answers)) for _ in each]) for name, each in shards.items()}
 
     async def wait_lease(self, worker_id: str, timeout_s: float) -> None:
         with translate():

@@ -34,12 +34,16 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).
   rf:{run.s}:rewards        HASH   version // width → "count sum squares min max tokens" of completed rollouts, and
                                    "width"; at most BUCKET_COUNT_MAX (rules/queue/curve.py).
+  rf:{run.s}:timings        HASH   "name role place" → durations in a bucket of a histogram, or their sum, and
+                                   "name role ~place" → the latest one (rules/queue/timings.py). What roles measure is
+                                   in shard 0, what the broker does where it happens.
+  rf:{run.s}:told:<worker>  STRING the number of the last report of durations. Shard 0. TTL TOLD_TTL_MS.
   rf:{run.s}:leases         HASH   worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
   rf:{run.s}:lease_term     STRING the highest term that has written leases here. Controller.
   rf:{run.s}:group:<id>     HASH   size, quorum, priority, completed, failed, cancelled (trajectories that ended so),
                                    state (open | complete), ended_by, bytes, task (JSON), deadline if it has one,
                                    redelivered if it was taken back from somebody who may have used it.
-                                   Deleted by acknowledge or cancel.
+                                   pushed: when it was taken in. Deleted by acknowledge or cancel.
   rf:{run.s}:open           HASH   group_id → "priority missing quorum" of groups not complete. Field deleted then.
   rf:{run.s}:late           ZSET   group_id → its deadline. Member deleted when it is complete or cancelled, and
                                    there again when it is taken back to be run again.
@@ -119,6 +123,7 @@ SAMPLE_COUNT_MAX = 7 * 24 * 60  # a week
 URGENCY_COUNT = 3
 CONSUMED_COUNT_MAX = 100_000  # a trainer that repeats an older push than this many groups would be believed
 BELL_TTL_MS = 60_000
+TOLD_TTL_MS = 600_000  # a report that is repeated later than this would count twice
 DELETED_TTL_MS = 7 * 86_400_000
 INBOX_TTL_MS = 3_600_000  # an agent that has been gone for an hour reads its turns from turn:result instead
 
@@ -196,6 +201,7 @@ class ShardKeys:
         self.clock = f"{self.base}:clock"
         self.counters = f"{self.base}:counters"
         self.rewards = f"{self.base}:rewards"
+        self.timings = f"{self.base}:timings"
         self.open = f"{self.base}:open"
         self.late = f"{self.base}:late"
         self.leases = f"{self.base}:leases"
@@ -226,6 +232,9 @@ class ShardKeys:
 
     def rollouts(self, group_id: str) -> str:
         return f"{self.base}:rollouts:{group_id}"
+
+    def told(self, worker_id: str) -> str:
+        return f"{self.base}:told:{worker_id}"
 
     def inbox(self, agent_id: str) -> str:
         return f"{self.base}:inbox:{agent_id}"

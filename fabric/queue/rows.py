@@ -168,6 +168,18 @@ def turn_row(name: bytes, raw: bytes | None) -> TurnJob:
     return job
 
 
+def text_rows(answer: Any) -> dict[str, str]:
+    """Read a hash of texts; none, where another type of table stands there."""
+    rows = answer if isinstance(answer, Mapping) else {}
+    return {name.decode("utf-8", "replace"): raw.decode("utf-8", "replace") for name, raw in rows.items()}
+
+
+def waited_s(entry_id: bytes | None, wall_ms: int) -> float | None:
+    """Return how long a job waited, from the id of its entry; None: it had none, or somebody else gave it."""
+    raw = entry_id.partition(b"-")[0] if entry_id else b""
+    return max(0.0, (wall_ms - int(raw)) / 1000) if WHOLE.fullmatch(raw) else None
+
+
 def _there(raw: bytes | None) -> bytes:
     if raw is None:
         raise WireError("its job is gone")

@@ -24,6 +24,7 @@ from ..contract.limits import MIB
 from ..contract.records import DeadLetter, Rollout, TokenLog, TurnResult
 from ..contract.wire import load_json
 from ..format.manifest import WeightManifest
+from ..rules.queue.timings import check_timing
 from .keys import URGENCY_COUNT
 from .rows import (
     ENDINGS,
@@ -212,6 +213,8 @@ SHARD: Tables = {
     "clock": ("string", _matches(CLOCK, "no clock")),
     "counters": ("hash", _count),
     "rewards": ("hash", _reward),
+    "timings": ("hash", lambda run, name, raw: check_timing(name.decode(), raw.decode())),
+    "told:*": ("string", None),
     "leases": ("hash", lambda run, name, raw: lease_row(name.decode(), run, raw, 0)),
     "lease_term": ("string", _matches(WHOLE, "no term")),
     "group:*": ("hash", _group_fact),

@@ -34,7 +34,7 @@ from ..rules.queue.retries import (
     too_stale,
 )
 from .keys import RunShards, ShardKeys
-from .rows import given_up_row, job_row
+from .rows import given_up_row, job_row, waited_s
 from .scripts import Scripts
 
 log = logging.getLogger(__name__)
@@ -68,16 +68,16 @@ class RedisTrajectoryQueue:
             args.append(SUSPECT_LOSS_COUNT)
             with first_error, translate():
                 answer = await self._scripts.call("claim", [keys, keys.trajectory], args)
-                for row in answer[1:]:
-                    claim = await self._claim(worker_id, keys, row)
+                for row in answer[2:]:
+                    claim = await self._claim(worker_id, keys, row, wall_ms=answer[1])
                     claims += [claim] if claim is not None else []
         if not claims:
             first_error.raise_it()
         return claims
 
-    async def _claim(self, worker_id: str, keys: ShardKeys, row: list[Any]) -> TrajectoryClaim | None:
+    async def _claim(self, worker_id: str, keys: ShardKeys, row: list[Any], *, wall_ms: int) -> TrajectoryClaim | None:
         """Read a claim; None if part of it is unreadable: then the trajectory was given up."""
-        raw_name, fence, attempt, loss, raw, snapshot = row
+        raw_name, fence, attempt, loss, raw, snapshot, entry_id = row
         try:
             job = job_row(raw_name, raw)
             self._shards.check(job.trajectory_id, keys)
@@ -91,6 +91,7 @@ class RedisTrajectoryQueue:
             fence=fence,
             attempt=attempt,
             loss=loss,
+            waited_s=waited_s(entry_id, wall_ms),
             snapshot=snapshot,
             turns=turns,
             turn_count_max=self._run.turn_count_max,

@@ -26,7 +26,7 @@ from ..ports.queue import Exchange, NotPushed, Reaped, TurnClaim, TurnProgress, 
 from ..rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
 from .images import ImageTable, digests_in
 from .keys import INBOX_TTL_MS, RunShards, ShardKeys
-from .rows import is_job_name, shown_name, turn_row
+from .rows import is_job_name, shown_name, turn_row, waited_s
 from .scripts import Call, Scripts
 
 log = logging.getLogger(__name__)
@@ -191,9 +191,10 @@ class RedisTurnQueue:
         elif code == -1:
             outcome.behind = int(rows[0])
         else:
+            wall_ms, *rows = rows
             for row in rows:
                 try:
-                    claim = _claim(row)
+                    claim = _claim(row, wall_ms)
                     self._shards.check(claim.job.turn_id, keys)
                     outcome.claims.append(claim)
                 except WireError as error:
@@ -281,9 +282,11 @@ def _made(answer: Any) -> Any:
     return None if isinstance(answer, Exception) else answer
 
 
-def _claim(row: Sequence[Any]) -> TurnClaim:
-    name, fence, _, loss, raw, made = row
-    return TurnClaim(job=turn_row(name, raw), fence=fence, loss=loss, log=_log_of(name, made))
+def _claim(row: Sequence[Any], wall_ms: int) -> TurnClaim:
+    name, fence, _, loss, raw, made, entry_id = row
+    return TurnClaim(
+        job=turn_row(name, raw), fence=fence, loss=loss, log=_log_of(name, made), waited_s=waited_s(entry_id, wall_ms)
+    )
 
 
 def _log_of(name: bytes, raw: bytes | None) -> TokenLog | None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UMBRELLA = ROOT / "src" / "rollfab"
 ROOMS = ("api", "deploy", "fabric", "trainer", "workers")
 UNPACKED = tuple(
-    ("deploy", name) for name in ("compose", "container", "gpu", "lock", "probe", "systemd")
+    ("deploy", name) for name in ("compose", "container", "gpu", "lock", "monitoring", "probe", "systemd")
 )  # not the package's
 FUNCTION_LINE_COUNT_MAX = 70
 INIT_LINE_COUNT_MAX = 40

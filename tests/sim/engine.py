@@ -36,6 +36,7 @@ class _Request:
     prior_count: int
     last: int | None
     begun_s: float
+    first_token_s: float | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[np.float32] = field(default_factory=list)
     versions: list[tuple[int, int, int]] = field(default_factory=list)
@@ -230,6 +231,7 @@ class FakeEngine:
             request.context = extend(request.context, token)
             request.last = token
             at = len(request.ids)
+            request.first_token_s = request.first_token_s or _now_s() - request.begun_s
             request.ids.append(token)
             request.logprobs.append(logprob)
             if request.versions and request.versions[-1][2] == self._version:
@@ -260,4 +262,5 @@ def _made(name: str, request: _Request, finish_reason: str) -> Generation:
         completion_ids=np.array(request.ids, np.int32),
         logprobs=np.array(request.logprobs, np.float32),
         versions=tuple(request.versions),
+        first_token_s=request.first_token_s,
     )

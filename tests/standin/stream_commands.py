@@ -28,9 +28,9 @@ def xadd(space: Keyspace, words: Words) -> Any:
         if rest[0] in (b"~", b"="):
             rest.pop(0)
         count = whole(rest.pop(0))
-    assert rest.pop(0) == b"*", "the stand-in gives the ids"
+    made = rest.pop(0)  # an id of somebody's own, or * for the next one
     stream = space.make(key, Stream)
-    entry = stream.add(rest, int(space.wall_ms()))
+    entry = stream.add(rest, int(space.wall_ms() if made == b"*" else made.partition(b"-")[0]))
     if count is not None:
         stream.trim(count)
     space.wake(key)

@@ -59,6 +59,7 @@ from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, t
 from ...fabric.contract.wire import dump_json, load_json
 from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import TrajectoryClaim, TrajectoryQueue, TurnPush, TurnQueue
+from ...fabric.rules.queue.timings import RunTimings
 from ..engines.model_tokenizer import chat_of
 from ..environments.answers import BRIEF, check_observation, check_step, dump_within, weigh
 from ..environments.base import (
@@ -102,6 +103,8 @@ class Limits:
     desk: Desk = field(default_factory=Desk)
     """Where agents that play by themselves reach their sessions."""
     clock: Clock = field(default_factory=SystemClock)
+    timings: RunTimings = field(default_factory=RunTimings)
+    """Of the run, where what a step takes is noted."""
     room: Room = field(default_factory=lambda: Room(SNAPSHOTS_BYTES_MAX))
     """Memory for snapshots, shared by all episodes of the agent."""
 
@@ -128,9 +131,11 @@ class TurnCaller:
         quarantine: Quarantine,
         *,
         ask_again_s: float,
+        timings: RunTimings,
     ) -> None:
         """Make a caller; its owner must keep `push` and `receive` running as long as any episode asks."""
         self.agent_id = agent_id
+        self._timings = timings
         self._turns = turns
         self._trajectories = trajectories
         self._quarantine = quarantine
@@ -148,7 +153,7 @@ class TurnCaller:
             ClaimLost: somebody else holds the trajectory.
             QueueFull: the trajectory has had all its turns (facts: is_final).
         """
-        push = _push(claim, job, files)
+        push, begun_s = _push(claim, job, files), asyncio.get_running_loop().time()
         if not self._waiting:
             self._hear()
         call = self._waiting[job.turn_id] = _Call(push, asyncio.get_running_loop().create_future())
@@ -165,6 +170,7 @@ class TurnCaller:
         if result is None:
             raise _lost(claim)
         self._quarantine.clear(claim)
+        self._timings.note("turn", asyncio.get_running_loop().time() - begun_s, claim.job.trajectory_id)
         return result
 
     def unanswered(self, for_s: float) -> set[str]:
@@ -451,7 +457,10 @@ class Episode:
     async def _apply(self, world: Environment, result: TurnResult) -> Step:
         """Give one turn's text to the world and record its answer."""
         action = await self._take(result)
+        begun_s = self._limits.clock.now_s()
         step = await self._guard("step", lambda: world.step(copy.deepcopy(action)))  # the record keeps its own
+        taken_s = self._limits.clock.now_s() - begun_s
+        self._limits.timings.note("environment_step", taken_s, self._claim.job.trajectory_id)
         step = await check_step(step, self._name, is_chat=isinstance(self._transcript, Dialogue))
         await self._add_step(step)
         return step

@@ -30,7 +30,7 @@ from ...fabric.contract.errors import (
     VersionUnmet,
     WireError,
 )
-from ...fabric.contract.ids import turn_id
+from ...fabric.contract.ids import new_process_id, turn_id
 from ...fabric.contract.limits import check_prompt
 from ...fabric.contract.records import RunConfig, Sampling, TurnJob, TurnResult, WorkerInfo
 from ...fabric.contract.sampling import GUIDED, SEED_MAX, check_sampling, sampling_from, with_ends
@@ -51,6 +51,7 @@ from ...fabric.ports.inference import (
 )
 from ...fabric.ports.queue import Fabric
 from ...fabric.rules.queue.runs import is_same_run
+from ...fabric.rules.queue.timings import Timings
 from ..engines.admission import OVER_CONTEXT
 from .carriers import Carrier, Carriers
 from .episode import TurnCaller
@@ -101,8 +102,14 @@ class FleetInference:
         self._worker_id = worker_id
         self._publish = publish
         self._carriers = Carriers(fabric, run, worker_id)
+        self._timings = Timings(new_process_id())
         self._caller = TurnCaller(
-            worker_id, fabric.turns(run), fabric.trajectories(run), Quarantine(), ask_again_s=ASK_AGAIN_S
+            worker_id,
+            fabric.turns(run),
+            fabric.trajectories(run),
+            Quarantine(),
+            ask_again_s=ASK_AGAIN_S,
+            timings=self._timings.of(run.run_id),
         )
         self._head = -1
         self._may_begin = asyncio.Event()
@@ -121,7 +128,8 @@ class FleetInference:
             RunUnknown: the run was deleted, or made anew.
         """
         config = KeeperConfig(worker_id=self._worker_id, renew_s=RENEW_S, reap_s=REAP_S, hung_s=HUNG_S)
-        keeper = Keeper(config, self._clock, say=self._say, kept=lambda: {self._run.run_id: self._carriers})
+        kept = {self._run.run_id: self._carriers}
+        keeper = Keeper(config, self._clock, say=self._say, kept=lambda: kept, timings=self._timings)
         work = (self._caller.push, self._caller.receive, self._carriers.sweep, self._follow_head)
         async with (
             keeper.keeping(self._fabric, no_reward, elsewhere) as check,

@@ -24,6 +24,7 @@ from ...fabric.contract.errors import BrokerError, FirstError, WireError
 from ...fabric.contract.records import RunConfig, WorkerInfo
 from ...fabric.host.helpers import Helpers
 from ...fabric.ports.queue import Fabric, TrajectoryQueue
+from ...fabric.rules.queue.timings import Timings
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,10 @@ async def patiently(work: Callable[[], Awaitable[None]], clock: Clock) -> None:
 
 
 class Keeper:
-    """Keeps the claims of one agent worker. kept: returns the parts that it serves now, by run."""
+    """Keeps the claims of one agent worker. kept: returns the parts that it serves now, by run.
+
+    timings: what the agent measures; the keeper reports it with its heartbeats.
+    """
 
     def __init__(
         self,
@@ -94,11 +98,13 @@ class Keeper:
         *,
         say: Callable[[], WorkerInfo],
         kept: Callable[[], Mapping[str, Kept]],
+        timings: Timings,
     ) -> None:
         self._config = config
         self._clock = clock
         self._say = say
         self._kept = kept
+        self._timings = timings
         self._agent_loop: asyncio.AbstractEventLoop | None = None  # None: the keeper runs in it
         self._has_turned = threading.Event()
         self._missed_count = 0
@@ -176,7 +182,9 @@ class Keeper:
         while True:
             try:
                 if not self.is_hung:
-                    await fabric.board.heartbeat(self._say())
+                    info = self._say()
+                    await fabric.board.heartbeat(info)
+                    await fabric.board.add_timings(info, self._timings)
             except (BrokerError, WireError) as error:
                 log.warning("agent.heartbeat_failed", extra={"error": str(error)})
             await self._clock.sleep(BEAT_S)

@@ -19,6 +19,7 @@ from ...fabric.host.helpers import Helpers, end_all
 from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import Fabric, TrajectoryClaim, TrajectoryQueue
 from ...fabric.rules.queue.runs import is_same_run
+from ...fabric.rules.queue.timings import Timings
 from ..environments.failures import dead_letter
 from ..environments.registry import Registry
 from ..environments.room import Room
@@ -62,7 +63,7 @@ class AgentConfig:
 @dataclass(frozen=True, kw_only=True)
 class AgentParts:
     """The things that all runs of one agent share: places for environments and for a suspect, the room for snapshots,
-    and the way to everything else."""
+    what it measures, and the way to everything else."""
 
     fabric: Fabric
     registry: Registry
@@ -73,6 +74,7 @@ class AgentParts:
     quarantine: Quarantine
     room: Room
     desk: Desk
+    timings: Timings
 
 
 class RunAgent:
@@ -88,8 +90,10 @@ class RunAgent:
         self._episodes: dict[str, asyncio.Task[None]] = {}
         self._settling: set[tuple[str, int]] = set()  # trajectory and fence
         again_s, turns = parts.config.ask_again_s, parts.fabric.turns(run)
-        caller = TurnCaller(self._worker_id, turns, self._trajectories, parts.quarantine, ask_again_s=again_s)
-        self._caller = caller
+        self._timings = parts.timings.of(run.run_id)
+        caller = self._caller = TurnCaller(
+            self._worker_id, turns, self._trajectories, parts.quarantine, ask_again_s=again_s, timings=self._timings
+        )
         self._helpers = Helpers(*(patiently(work, parts.clock) for work in (self._claim, caller.push, caller.receive)))
 
     @property
@@ -144,6 +148,8 @@ class RunAgent:
                 if takes_suspect:
                     quarantine.hold(claims)
             for claim in claims:
+                if claim.waited_s is not None:
+                    self._timings.note("trajectory_queue", claim.waited_s, claim.job.trajectory_id)
                 self._start(claim, found.pop(0))
             if not claims:
                 await self._trajectories.wait(WAIT_S)
@@ -208,6 +214,7 @@ class RunAgent:
             room=parts.room,
             desk=parts.desk,
             clock=parts.clock,
+            timings=self._timings,
         )
         episode = Episode(self._run, found, parts.registry, self._tokenizer, limits, self._caller)
         self._episodes[name] = asyncio.create_task(self._live(claim, episode))
@@ -223,13 +230,15 @@ class RunAgent:
 
     async def _live(self, claim: TrajectoryClaim, episode: Episode) -> None:
         """Run a claimed trajectory to its end; settle it, or fail it."""
-        name, is_settled = claim.job.trajectory_id, False
+        name, is_settled, begun_s = claim.job.trajectory_id, False, self._parts.clock.now_s()
         try:
             rollout = await episode.run()
             is_scored = self._run.reward is None
             self._settling.add((name, claim.fence))
             settle = self._trajectories.settle
             is_settled = await self._settle_patiently(lambda: settle(claim, rollout, is_scored=is_scored))
+            if is_settled:
+                self._timings.note("trajectory", self._parts.clock.now_s() - begun_s, name)
             if is_settled and not is_scored:
                 await self._parts.ask_reward(self._run.run_id, name, claim.fence)
         except ClaimLost:

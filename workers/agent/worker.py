@@ -21,10 +21,12 @@ import socket
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, WireError
+from ...fabric.contract.ids import new_process_id
 from ...fabric.contract.limits import SNAPSHOTS_BYTES_MAX
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.ports.queue import Fabric
 from ...fabric.ports.sessions import REMOTE
+from ...fabric.rules.queue.timings import Timings
 from ..environments.registry import Registry
 from ..environments.room import Room
 from .desk import Desk
@@ -74,6 +76,7 @@ class AgentWorker:
             quarantine=Quarantine(),
             room=Room(SNAPSHOTS_BYTES_MAX),
             desk=desk,
+            timings=Timings(new_process_id()),
         )
         self._config = config
         self._clock = clock
@@ -85,7 +88,8 @@ class AgentWorker:
         """Serve until `stop`, then release unfinished trajectories."""
         own = self._config
         config = KeeperConfig(worker_id=own.worker_id, renew_s=own.renew_s, reap_s=own.reap_s, hung_s=own.hung_s)
-        keeper = Keeper(config, self._clock, say=self._say, kept=lambda: self._agents)
+        timings = self._parts.timings
+        keeper = Keeper(config, self._clock, say=self._say, kept=lambda: self._agents, timings=timings)
         async with keeper.keeping(self._parts.fabric, self._parts.ask_reward, self._elsewhere) as check:
             try:
                 while not stop.is_set():

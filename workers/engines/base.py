@@ -48,7 +48,8 @@ class Generation:
     completion_ids: int32 (T,). logprobs: float32 (T,), natural log under the distribution sampled from.
     versions: (start, end, policy_version) stretches that cover [0, T). finish_reason: "" while it runs, then
     stop, length, abort, error, or refused: as an error that no attempt mends. sides: what sampling asks to have
-    recorded, of these tokens, and below 0 of those that were continued.
+    recorded, of these tokens, and below 0 of those that were continued. first_token_s: from `generate` to the first of
+    them; None: not measured.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class Generation:
     versions: tuple[tuple[int, int, int], ...] = ()
     error: str | None = None
     sides: tuple[Side, ...] = ()
+    first_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ class Admission:
 
     input_ids: prompt and prior tokens, at least one; the last `prior_count` of them are prior. token_count_max: new
     tokens it may make, at least one. stop_ids: all that end it. matcher: looks for its stop texts; has taken the prior
-    tokens, and `fed_count` new ones. cache_salt: as the request's. arrived_at_s: when it was handed over. asked:
-    fields of sampling that are not at their defaults.
+    tokens, and `fed_count` new ones. cache_salt: as the request's. arrived_at_s: when it was handed over;
+    first_token_s: from there to its first token. asked: fields of sampling that are not at their defaults.
     marks: which version began at which of its tokens; replaced as a whole, never changed in place, so that another
     thread may read it. told: what is recorded beside tokens; None: nothing is asked for.
     """
@@ -38,6 +38,7 @@ class Admission:
     fed_count: int = 0
     cache_salt: str = ""
     arrived_at_s: float = 0.0
+    first_token_s: float | None = None
     marks: Marks = field(default_factory=list)
     asked: frozenset[str] = frozenset()
     told: Told | None = None
@@ -85,6 +86,7 @@ class Admission:
             versions=stretches(self.marks, len(tokens)),
             error=error,
             sides=() if self.told is None else self.told.sides(len(tokens)),
+            first_token_s=self.first_token_s,
         )
 
 

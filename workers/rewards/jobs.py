@@ -313,6 +313,7 @@ class RewardWorker:
             facts = {"rewards": scoring.offered, "running_count": scoring.running_count, "error": scoring.error}
             try:
                 await self._fabric.board.heartbeat(dataclasses.replace(self._info, **facts))  # type: ignore[arg-type]
+                await self._fabric.board.add_timings(self._info, scoring.timings)
             except FabricError as error:
                 log.warning("rewards.heartbeat_failed", extra={"error": str(error)})
             await self._clock.sleep(1.0)

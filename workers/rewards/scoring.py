@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import ConfigError, EnvironmentFailed, FabricError, FirstError, RewardFailed
+from ...fabric.contract.ids import new_process_id
 from ...fabric.contract.records import Rollout, RunConfig, TrajectoryJob, check_reward
 from ...fabric.host.helpers import Helpers
 from ...fabric.ports.queue import Fabric, ScoreClaim, TrajectoryQueue
 from ...fabric.rules.queue.retries import SCORE_LOSS_MAX
+from ...fabric.rules.queue.timings import Timings
 from ..environments.confinement import UNASKED, Confinement
 from ..environments.failures import dead_letter, reason_of
 from ..environments.pool import PoolConfig, ProcessPool
@@ -222,6 +224,7 @@ class Scoring:
         self._config = config
         self._clock = clock
         self._runs: dict[str, _Run] = {}
+        self.timings = Timings(new_process_id())
         self.offered: list[str] = []
         self.error: str | None = None
         """The error of the reward that failed last."""
@@ -335,13 +338,15 @@ class Scoring:
 
     async def _settle(self, run: _Run, name: str, fence: int, claim: ScoreClaim) -> None:
         assert claim.rollout is not None
-        config, begun_s = run.config, self._clock.now_s()
+        config, timings, begun_s = run.config, self.timings.of(run.config.run_id), self._clock.now_s()
         try:
             reward = await self._functions.compute(config.reward or "", config.run_id, claim.task, claim.rollout)
         except (RewardFailed, ConfigError) as error:
             await self._fail(run, name, fence, claim, error)
             return
-        if run.window < FEW or self._clock.now_s() - begun_s > WORTH_S:
+        taken_s = self._clock.now_s() - begun_s
+        timings.note("reward", taken_s, name)
+        if run.window < FEW or taken_s > WORTH_S:
             run.window += 1
         await run.queue.score(name, fence, reward)
 

@@ -24,6 +24,7 @@ from ...fabric.contract.sharing import LendSetting
 from ...fabric.ports.queue import LeaseBoard
 from ...fabric.rules.lending.hours import minute_of_week
 from ...fabric.rules.lending.terms import LendTerms, terms
+from ...fabric.rules.queue.timings import Timings
 from ..engines.base import Engine
 from .engine_watch import answered
 
@@ -73,8 +74,15 @@ class LeaseKeeper:
         *,
         tell: Callable[[], WorkerInfo],
         changed: Callable[[], None],
+        timings: Timings,
     ) -> None:
-        """tell: makes the record of every heartbeat. changed: called when the lease or the terms have changed."""
+        """Make a keeper.
+
+        Args:
+            tell: makes the record of every heartbeat.
+            changed: is called when the lease or the terms have changed.
+            timings: what the worker measures; it is reported with the heartbeats.
+        """
         self.lease: Lease | None = None
         self.terms: LendTerms | None = None
         self.has_run_out = False
@@ -84,6 +92,7 @@ class LeaseKeeper:
         self._clock = clock
         self._tell = tell
         self._changed = changed
+        self._timings = timings
         self._until_s: float | None = None
         self._is_in_doubt = False
         self._is_held = False  # the engine has confirmed that the switch holds it
@@ -120,6 +129,7 @@ class LeaseKeeper:
                     await self._obey(info)
                 asked_at_s = self._clock.now_s()
                 self._take(await self._board.heartbeat(info), asked_at_s)
+                await self._board.add_timings(info, self._timings)
             except (BrokerError, WireError) as error:
                 log.warning("worker.heartbeat_failed", extra={"error": str(error)})
             self._has_beaten.set()

@@ -19,12 +19,14 @@ import numpy as np
 from ...fabric.contract import sides
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import EngineError, EngineUnsupported
+from ...fabric.contract.ids import trajectory_of
 from ...fabric.contract.limits import TURN_SIDES_BYTES_MAX
 from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Side, Span, TokenLog, TurnResult
 from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ...fabric.rules.queue.engine_watch import Pulse, StallRule, feel, is_stalled
 from ...fabric.rules.queue.retries import is_suspect
 from ...fabric.rules.queue.runs import cache_salt
+from ...fabric.rules.queue.timings import RunTimings
 from ..engines.base import Engine, Generation, GenerationRequest
 from .engine_watch import LOOK_S, EngineWatch
 
@@ -50,11 +52,12 @@ class RunningOptions:
 
 
 class RunningTurns:
-    """All turns of one worker, by request id."""
+    """All turns of one worker, by request id. timings: of their run, where what they take is noted."""
 
     def __init__(self, engine: Engine, options: RunningOptions, clock: Clock, *, wake: Callable[[], None]) -> None:
         """wake: called when there is news for the broker."""
         self.watch = EngineWatch(engine, options.stall, clock)
+        self.timings = RunTimings()
         self._engine = engine
         self._options = options
         self._clock = clock
@@ -148,6 +151,8 @@ class RunningTurns:
             if claim.log is not None and not self._engine.cannot_resume.isdisjoint(claim.job.sampling.row()):
                 claim = _begun_anew(claim)
             turn = RunningTurn.begin(claim, self._options.worker_id, now)
+            if claim.waited_s is not None and not claim.is_handed_over:
+                self.timings.note("turn_queue", claim.waited_s, trajectory_of(claim.job.turn_id))
             self._turns[turn.request_id] = turn
             sizes.append(turn.size(self._options.context_tokens_max))
             try:
@@ -247,8 +252,22 @@ class RunningTurns:
         while True:
             finished = await self._engine.finished(1.0)
             self._done += finished  # in two steps: the list may be another one after the wait
+            for each in finished:
+                self._note(each)
             if finished:
                 self._wake()
+
+    def _note(self, ended: Generation) -> None:
+        """Note how long a turn's tokens took, where the engine tells of the first."""
+        turn, first_s = self._turns.get(ended.request_id), ended.first_token_s
+        if turn is None or first_s is None or ended.finish_reason not in WHOLE:
+            return
+        name, count = trajectory_of(turn.claim.job.turn_id), len(ended.completion_ids)
+        self.timings.note("ttft", first_s, name)
+        if turn.claim.is_handed_over and turn.claim.waited_s is not None:
+            self.timings.note("handover", turn.claim.waited_s + first_s, name)
+        if count > 1:
+            self.timings.note("tpot", (self._clock.now_s() - turn.begun_s - first_s) / (count - 1), name)
 
     async def look(self) -> None:
         """Watch the engine; for ever. Raises EngineError: it is gone."""
@@ -292,10 +311,12 @@ class TurnSize:
 
 @dataclass(slots=True, kw_only=True)
 class RunningTurn:
-    """A claim of a turn. renewed_at_s: when the broker last heard of it. saved_count: tokens that the broker keeps."""
+    """A claim of a turn, begun at `begun_s`. renewed_at_s: when the broker last heard of it. saved_count: tokens that
+    the broker keeps."""
 
     claim: TurnClaim
     worker_id: str
+    begun_s: float
     renewed_at_s: float
     pulse: Pulse
     saved_count: int = 0
@@ -307,7 +328,14 @@ class RunningTurn:
         """Make the record of a turn that was claimed just now."""
         saved_count = len(claim.log.completion_ids) if claim.log else 0
         pulse = Pulse(0, now_s)
-        return cls(claim=claim, worker_id=worker_id, renewed_at_s=now_s, pulse=pulse, saved_count=saved_count)
+        return cls(
+            claim=claim,
+            worker_id=worker_id,
+            begun_s=now_s,
+            renewed_at_s=now_s,
+            pulse=pulse,
+            saved_count=saved_count,
+        )
 
     @property
     def request_id(self) -> str:

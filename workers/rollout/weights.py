@@ -41,6 +41,7 @@ from ...fabric.format.layout import Layout
 from ...fabric.format.manifest import Damage, Head, Holder, Sums, WeightManifest
 from ...fabric.host.helpers import end_all
 from ...fabric.ports.weights import WeightStore
+from ...fabric.rules.queue.timings import RunTimings
 from ...fabric.versions.commit import Staged
 from ...fabric.versions.held import readable
 from ...fabric.versions.rank_parts import whole
@@ -100,6 +101,7 @@ class WeightReceiver:
         note: what the engine cannot do of `at_commit`, and does instead; None: it can.
         gate: entered around every commit, which waits until it is through.
         at_commit: what becomes of turns in flight.
+        timings: of the run, where what a version takes is noted.
         on_close: called when it is closed.
     """
 
@@ -131,6 +133,7 @@ class WeightReceiver:
         self.note: str | None = None
         self.gate: Gate = contextlib.nullcontext
         self.at_commit = AtCommit()
+        self.timings = RunTimings()
         self.on_close: Callable[[], None] | None = None
         self._store = store
         self._run_id = run_id
@@ -283,6 +286,8 @@ class WeightReceiver:
             stage_s=stage_s,
             pause_s=pause_s,
         )
+        self.timings.note("weights_stage", stage_s)
+        self.timings.note("weights_switch", pause_s)
         log.info("weights.applied", extra={"run_id": self._run_id, "policy_version": self.version, "stage_s": stage_s})
         self._changed.set()
         self._changed = asyncio.Event()

@@ -29,11 +29,13 @@ from functools import partial
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, FabricError, WireError
+from ...fabric.contract.ids import new_process_id
 from ...fabric.contract.records import RunConfig, WorkerInfo
 from ...fabric.host.helpers import Helpers
 from ...fabric.ports.queue import Fabric, TurnQueue
 from ...fabric.rules.queue.engine_watch import StallRule
 from ...fabric.rules.queue.retries import is_stale
+from ...fabric.rules.queue.timings import Timings
 from ..engines.base import Engine
 from .config import RolloutConfig as RolloutConfig
 from .engine_sleep import GivesBack, Readiness
@@ -78,11 +80,12 @@ class RolloutWorker:
         running = RunningOptions(
             worker_id=config.worker_id, log_s=config.log_s, stall=rule, context_tokens_max=config.context_tokens_max
         )
+        self._timings = Timings(new_process_id())
         self._running = RunningTurns(engine, running, clock, wake=self._wake.set)
         self._yielding = Yielding(self._running, guard, clock)
         lease = LeaseOptions(worker_id=config.worker_id, heartbeat_s=config.heartbeat_s, retry_s=config.poll_s)
         self.keeper = self._keeper = LeaseKeeper(
-            fabric.board, engine, lease, clock, tell=self._info, changed=self._wake.set
+            fabric.board, engine, lease, clock, tell=self._info, changed=self._wake.set, timings=self._timings
         )
         self._readiness = Readiness(
             engine, clock, sleep_after_s=config.sleep_after_s, memory=memory, changed=self._note_readiness
@@ -182,6 +185,7 @@ class RolloutWorker:
             return
         self._turns, self._run = self._fabric.turns(config), config
         self._receiver = self._make_receiver(config.run_id)
+        self._receiver.timings = self._running.timings = self._timings.of(config.run_id)
         self._receiver.gate = self._committing
         self._receiver.at_commit = _at_commit(config)
         self._receiver.start()
@@ -246,12 +250,15 @@ class RolloutWorker:
     async def _leave(self) -> None:
         await self._readiness.close()
         forget = partial(self._fabric.board.forget_worker, self._config.worker_id)
-        for step in (self._give_back, self._stop_receiving, forget):
+        for step in (self._give_back, self._stop_receiving, self._tell_timings, forget):
             try:
                 await step()
             except FabricError as error:
                 log.warning("worker.left_without_saying", extra={"error": str(error)})
         self._running.watch.close()
+
+    async def _tell_timings(self) -> None:
+        await self._fabric.board.add_timings(self._info(), self._timings)
 
     # ---- weights
 

@@ -45,6 +45,7 @@ from rollfab.fabric.queue.scripts import Scripts
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.fabric.rules.queue.retries import given_up
+from rollfab.fabric.rules.queue.timings import Timings
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.fabric.versions.store import RedisWeightStore
 from rollfab.trainer.checks import make_groups
@@ -80,7 +81,16 @@ class Part:
 
     async def beat(self, role: str) -> Lease | None:
         """Say that it lives; returns its lease."""
-        return await self.board.heartbeat(WorkerInfo(worker_id=self.name, role=role, pid=1, host="box"))
+        return await self.board.heartbeat(self.info(role))
+
+    async def measure(self, role: str) -> None:
+        """Report how long something took."""
+        timings = Timings(self.name)
+        timings.of("r1").note("turn", 1.0, "g.0")
+        await self.board.add_timings(self.info(role), timings)
+
+    def info(self, role: str) -> WorkerInfo:
+        return WorkerInfo(worker_id=self.name, role=role, pid=1, host="box")
 
 
 @pytest.fixture
@@ -365,6 +375,8 @@ async def look(who: dict[str, Part]) -> None:
     """What the apis and people ask, and what they switch."""
     await who["trainer"].board.add_event("trainer.step", {})
     await who["trainer"].board.set_agreement("r1", AGREEMENT)
+    for role in ("agent", "worker", "reward"):
+        await who[role].measure("dedicated" if role == "worker" else role)
     for role in ("trainer", "controller", "api-read", "api-control", "api-trajectories", "operator"):
         part = who[role]
         assert set(await part.board.runs()) == {"r1"}
@@ -374,9 +386,13 @@ async def look(who: dict[str, Part]) -> None:
         assert "worker-1" in await part.board.leases("r1")
         await part.board.lends()
         assert set(await part.board.sharing()) == {"worker-1"}
+    assert ("turn", "agent") in (await who["trainer"].board.timings("r1"))["r1"]
     for role in ("api-read", "api-control", "api-trajectories", "operator"):
         part = who[role]
         assert await part.board.events("0", 10, 0.01)
+        assert {role for name, role in (await part.board.timings())["r1"] if name == "turn"} == {
+            *("agent", "dedicated", "reward")
+        }
         await part.rollouts.dead_letters(10)
         held = await part.weights.held("r1")
         assert held and all(await part.weights.manifests("r1", held))

@@ -17,6 +17,7 @@ IDLE_S = 1.5  # within which cancelled work has let go of its slots: a second, a
 # What stays of a run that has nothing to do, each with its own bound.
 STAYS = (
     *("run", "clock", "counters", "rewards", "consumed", "consumers", "leases", "lease_term", "dead", "inbox:", "kept"),
+    *("timings", "told:"),
     *("trajectory:ready:", "trajectory:suspects", "trajectory:bell", "turn:ready:", "turn:suspects", "turn:bell"),
 )
 
@@ -57,6 +58,8 @@ async def check_end(world: World) -> None:
     )
     pushed = world.groups.pushed_count
     require(submitted == pushed, f"{submitted} groups are counted as submitted, {pushed} were pushed")
+    timed = sum((await world.fabric.board.timings())[RUN_ID]["group", "broker"].counts) if pushed > cancelled else 0
+    require(timed >= counters.get("groups_completed", 0), f"{timed} groups are timed, and more were completed")
     ends = [counters.get(f"trajectories_{end}", 0) for end in ("completed", "failed", "cancelled")]
     total = counters.get("trajectories_submitted", 0)
     require(cancelled or sum(ends) == total, f"{total} trajectories submitted, {ends} completed, failed, cancelled")

@@ -182,6 +182,7 @@ class TransformersEngine:
             seed=secrets.randbits(31) if config.seed is None else config.seed,
             may_use_flash=not on_cpu and config.held_dtype in FLASH_DTYPES,
             hook=self._hook,
+            clock=self._clock,
         )
         try:
             engine_loop = EngineLoop(model, options, deliver)

@@ -257,12 +257,22 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         self._admit()  # only a step takes what the library was given here: until then it could not be aborted
         step_count = self.current_batch
         more: bool = super()._generation_loop_body(batch_processor, bootstrapping)
+        self._note_first_tokens()
         ended = [self._end(output) for output in self.output_router.take()] + self._end_broken() + self._end_stopped()
         if self._options.hook is not None and self.current_batch > step_count:
             self._options.hook.after_step(self._moment(), ended)
         if ended:
             self._deliver(ended)
         return more
+
+    def _note_first_tokens(self) -> None:
+        """Note when requests got their first token; one that the library has dropped already has ended by it."""
+        now_s = self._options.clock.now_s()
+        for name, admission in self._admitted.items():
+            if admission.first_token_s is None:
+                state = self._state_of(name)
+                if state is None or state.logprobs:
+                    admission.first_token_s = now_s - admission.arrived_at_s
 
     def _rest(self, duration_s: float) -> bool:
         """Wait for a wake-up; whether to go on."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from ....fabric.contract.clock import Clock, SystemClock
 from ..steps import StepHook
 
 
@@ -21,6 +22,7 @@ class LoopOptions:
     seed: int
     may_use_flash: bool
     hook: StepHook | None = None
+    clock: Clock = field(default_factory=SystemClock)
 
 
 def generation_config() -> GenerationConfig:

@@ -207,7 +207,7 @@ class VllmEngine:
             stop_ids=(*sampling.stop_ids, *self._more_stops(sampling, matcher)),
             cache_salt=request.cache_salt,
         )
-        return OpenRequest(ask=ask, matcher=matcher, images=request.images)
+        return OpenRequest(ask=ask, matcher=matcher, images=request.images, begun_s=self._clock.now_s())
 
     def _check_counts(self, request: GenerationRequest) -> None:
         """Require that it tells so many likeliest tokens.
@@ -263,6 +263,8 @@ class VllmEngine:
             self._door.stream(opened.ask)
         ) as chunks:  # one that is given up ends in the vLLM too
             async for chunk in chunks:
+                if chunk.token_ids and opened.first_token_s is None:
+                    opened.first_token_s = self._clock.now_s() - opened.begun_s
                 opened.take(chunk, self._version)
                 self._token_count += len(chunk.token_ids)
                 if opened.has_stopped:

@@ -27,7 +27,8 @@ class OpenRequest:
 
     task: what follows its stream. starts_over: set while its stream is ended only to be begun anew. is_unwanted: it is
     being aborted for good. matcher: looks for its stop texts; what comes after one is cut off. has_stopped: one came.
-    images: those that are to be read before it begins. has_begun: whether its stream has.
+    images: those that are to be read before it begins. has_begun: whether its stream has. begun_s: when it was handed
+    over; first_token_s: from there to its first token.
     """
 
     ask: Ask
@@ -43,6 +44,8 @@ class OpenRequest:
     task: asyncio.Task[None] | None = None
     starts_over: bool = False
     is_unwanted: bool = False
+    begun_s: float = 0.0
+    first_token_s: float | None = None
 
     @property
     def is_followed(self) -> bool:
@@ -87,6 +90,7 @@ class OpenRequest:
             versions=stretches(self.marks, len(self.tokens)),
             error=error,
             sides=tuple(self.sides),
+            first_token_s=self.first_token_s,
         )
 
 

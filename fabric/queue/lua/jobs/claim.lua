@@ -1,14 +1,15 @@
 -- claim(worker, want, claim_ms, lease_epoch | '-', active_version, takes_suspect 0 | 1, inside 0 | 1, suspect_loss)
 -- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect among them at
 -- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it.
--- Returns {1, {id, fence, attempt, loss, job, log}…} · {0} no valid lease · {-1, head_version} weights too old
--- Jobs whose record is gone or not ready (cancelled), and what is called as none is, are dropped here; one that cannot
--- be read is left to the reaper.
+-- Returns {1, wall_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights too old
+-- An entry's id begins with the machine's time as its job became ready; suspects have none. Jobs without a record, not
+-- ready (cancelled) or called as none is, are dropped here; one that cannot be read is left to the reaper.
 -- keys shard.begun shard.clock shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log jobs.ready jobs.record
 -- keys jobs.suspects
 -- flags allow-oom
 -- use batch count record look time limit suspect
-local worker, want, claim_ms, now, class_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), now_ms(shard.clock), 3
+local worker, want, claim_ms, class_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), 3
+local now, wall = now_ms(shard.clock)
 
 if ARGV[4] ~= '-' then
   local lease = redis.call('HGET', shard.leases, worker)
@@ -19,17 +20,17 @@ if ARGV[4] ~= '-' then
   local facts = redis.call('HMGET', shard.run, 'head_version', 'staleness')
   local head = whole(facts[1], -1)
   if head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end
-elseif must_wait_for_consumer() then
-  class_count = 1
-end
-local entries, ids, takes_suspect, suspect_loss = {}, {}, ARGV[6] == '1', tonumber(ARGV[8])
+elseif must_wait_for_consumer() then class_count = 1 end
+local entries, ids, since, takes_suspect, suspect_loss = {}, {}, {}, ARGV[6] == '1', tonumber(ARGV[8])
 if takes_suspect and want > 0 then ids[1] = next_suspect(jobs.suspects, jobs.record) end
 for class = 1, class_count do
   if want > #ids then
     local read = redis.call('XREADGROUP', 'GROUP', 'workers', 'fabric', 'COUNT', want - #ids, 'NOACK',
       'STREAMS', jobs.ready[class], '>')
     entries = {}
-    for n, entry in ipairs(read and read[1][2] or {}) do entries[n], ids[#ids + 1] = entry[1], entry[2][2] end
+    for n, entry in ipairs(read and read[1][2] or {}) do
+      entries[n], ids[#ids + 1], since[entry[2][2]] = entry[1], entry[2][2], entry[1]
+    end
     call_in_parts('XDEL', jobs.ready[class], entries)
   end
 end
@@ -52,8 +53,8 @@ call_in_parts('ZADD', jobs.deadline, deadlines)
 for n = 1, #begun, 2 do redis.call('ZADD', shard.begun, 'NX', begun[n], begun[n + 1]) end
 if #taken > 0 then tally(jobs.held, worker, #taken) end
 
-local answer, texts, logs = {1}, fetch_all(jobs.job, taken), fetch_all(jobs.log, taken)
+local answer, texts, logs = {1, wall}, fetch_all(jobs.job, taken), fetch_all(jobs.log, taken)
 for n, id in ipairs(taken) do
-  answer[n + 1] = {id, records[id].fence, records[id].attempt, records[id].loss, texts[n], logs[n]}
+  answer[n + 2] = {id, records[id].fence, records[id].attempt, records[id].loss, texts[n], logs[n], since[id] or false}
 end
 return answer

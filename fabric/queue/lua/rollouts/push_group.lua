@@ -27,13 +27,14 @@ for i = 8, #ARGV, 2 do
 end
 if bytes + weight > bytes_max then return {-4, bytes, bytes_max, weight} end
 
+local now = now_ms(shard.clock)
 tally(shard.run, 'depth', size)
 tally(shard.run, 'bytes', weight)
 redis.call('HSET', group.row, 'size', size, 'quorum', ARGV[3], 'priority', ARGV[4], 'completed', 0, 'failed', 0,
-  'cancelled', 0, 'state', 'open', 'bytes', weight, 'task', task)
+  'cancelled', 0, 'state', 'open', 'bytes', weight, 'task', task, 'pushed', now)
 redis.call('HSET', shard.open, group_id, ARGV[4] .. ' ' .. ARGV[3] .. ' ' .. ARGV[3])
 if ARGV[5] ~= '0' then
-  local deadline = now_ms(shard.clock) + tonumber(ARGV[5])
+  local deadline = now + tonumber(ARGV[5])
   redis.call('ZADD', shard.late, deadline, group_id)
   redis.call('HSET', group.row, 'deadline', deadline)
 end

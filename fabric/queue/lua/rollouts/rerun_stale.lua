@@ -6,7 +6,7 @@
 -- keys shard.completed shard.counters shard.dead shard.late shard.open group.row trajectory.bell trajectory.ready
 -- keys trajectory.record
 -- flags allow-oom
--- use batch count record claims holder ring forget_turns drop close
+-- use batch count record claims look holder ring forget_turns drop close
 local group_id = ARGV[1]
 if redis.call('HGET', group.row, 'state') ~= 'complete' or not may_end(ARGV[2], ARGV[3]) then return 0 end
 redis.call('XACK', shard.completed, 'trainer', ARGV[2])

@@ -1,5 +1,5 @@
--- Ending a trajectory, and with it perhaps its group. Needs drop.lua before it.
--- keys shard.completed shard.counters shard.late shard.open group.row
+-- Ending a trajectory, and with it perhaps its group. Needs look.lua and drop.lua before it.
+-- keys shard.clock shard.completed shard.counters shard.late shard.open shard.timings group.row
 -- Count one attempt as failed, or with a rerun_max as too stale; whether the trajectory may run again.
 local function spend_attempt(r, attempt_max, rerun_max)
   if rerun_max > 0 then
@@ -12,6 +12,17 @@ local function spend_attempt(r, attempt_max, rerun_max)
   return r.attempt < attempt_max
 end
 
+-- Count how long a group took, in the histogram that rules/queue/timings.py describes.
+local function note_group_time()
+  local pushed = whole(redis.call('HGET', group.row, 'pushed'))
+  if not pushed then return end
+  local _, now = look(shard.clock)
+  local ms, place = math.max(0, now - pushed), 0
+  while place < 23 and ms > 2 ^ place do place = place + 1 end
+  tally(shard.timings, 'group broker ' .. place, 1)
+  tally(shard.timings, 'group broker 24', string.format('%d', ms * 1000))
+end
+
 -- Hand a group to the trainer, without what has not ended. `ended_by` is all, quorum or deadline.
 local function complete(group_id, ended_by)
   local dropped = drop_unfinished(group_id, whole(redis.call('HGET', group.row, 'size'), 0))
@@ -21,6 +32,7 @@ local function complete(group_id, ended_by)
   redis.call('ZREM', shard.late, group_id)
   redis.call('XADD', shard.completed, '*', 'group', group_id)
   tally(shard.counters, 'groups_completed', 1)
+  note_group_time()
   if dropped > 0 then tally(shard.counters, 'trajectories_cancelled', dropped) end
 end
 

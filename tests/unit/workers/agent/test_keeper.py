@@ -15,6 +15,7 @@ from rollfab.fabric.contract.ids import trajectory_id
 from rollfab.fabric.contract.records import RunConfig, TrajectoryJob, WorkerInfo
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
+from rollfab.fabric.rules.queue.timings import Timings
 from rollfab.workers.agent.keeper import Elsewhere, Keeper, KeeperConfig
 from rollfab.workers.environments.base import in_thread, time_limit
 from tests.standin.fabric import StandInFabric
@@ -49,7 +50,9 @@ class Stage:
         self.beats = 0
         self.part = Part()
         config = KeeperConfig(worker_id="a", renew_s=0.05, reap_s=0.05, hung_s=hung_s)
-        self._keeper = Keeper(config, SystemClock(), say=self._say, kept=lambda: {"r1": self.part})
+        self._keeper = Keeper(
+            config, SystemClock(), say=self._say, kept=lambda: {"r1": self.part}, timings=Timings("p")
+        )
         monkeypatch.setattr(RedisTrajectoryQueue, "renew", self._renew)
 
     async def _renew(self, *_: Any) -> list[str]:

@@ -12,6 +12,7 @@ from rollfab.fabric.contract.errors import BrokerError, ClaimLost, QueueFull
 from rollfab.fabric.contract.records import NO_LOGPROBS, Sampling, TrajectoryJob, TurnJob, TurnResult
 from rollfab.fabric.host.helpers import Helpers
 from rollfab.fabric.ports.queue import NotPushed, TrajectoryClaim, TurnPush
+from rollfab.fabric.rules.queue.timings import RunTimings
 from rollfab.workers.agent.episode import TurnCaller
 from rollfab.workers.agent.slots import Quarantine
 
@@ -57,7 +58,7 @@ def turns() -> Turns:
 
 @pytest.fixture
 def caller(turns: Any) -> TurnCaller:
-    return TurnCaller("a", turns, None, Quarantine(), ask_again_s=60.0)  # type: ignore[arg-type]
+    return TurnCaller("a", turns, None, Quarantine(), ask_again_s=60.0, timings=RunTimings())  # type: ignore[arg-type]
 
 
 async def test_an_episode_whose_claim_is_lost_is_told_when_it_asks(turns: Turns, caller: TurnCaller) -> None:

@@ -16,6 +16,7 @@ from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting
 from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import lease_bell
+from rollfab.fabric.rules.queue.timings import Timings
 from rollfab.workers.rollout.lease import LeaseKeeper, LeaseOptions
 from tests.standin.broker import Broker, DirectClient
 from tests.support.leases import end_lease, set_lease
@@ -69,7 +70,7 @@ async def keeper_on(
     await set_lease(board, LEASE, duration_ms)
     changes: list[int] = []
     options = LeaseOptions(worker_id=WORKER, heartbeat_s=heartbeat_s, retry_s=0.1)
-    tools = {"tell": lambda: INFO, "changed": lambda: changes.append(keeper.slot_count)}
+    tools = {"tell": lambda: INFO, "changed": lambda: changes.append(keeper.slot_count), "timings": Timings("p")}
     keeper = LeaseKeeper(board, PlayedEngine(), options, SystemClock(), **tools)  # type: ignore[arg-type]
     return keeper, changes
 
@@ -197,6 +198,7 @@ async def lent(info: WorkerInfo = SERVING, *, heartbeat_s: float = 3600.0) -> As
         SystemClock(),
         tell=lambda: info,
         changed=lambda: stage.changes.append(keeper.slot_count),
+        timings=Timings("p"),
     )
     stage = Lent(board, engine, keeper)
     async with at_work(keeper.beat, keeper.listen, keeper.watch):

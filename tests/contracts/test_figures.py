@@ -1,17 +1,20 @@
-"""The curve of a run's rewards, kept where its rollouts are completed."""
+"""The figures that the broker keeps of a run: the curve of its rewards, and how long things take."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from rollfab.fabric.contract.records import Rollout, Span
+from rollfab.fabric.contract.records import Rollout, RunConfig, Span, WorkerInfo
+from rollfab.fabric.queue.keys import RunShards
 from rollfab.fabric.rules.queue.curve import BUCKET_COUNT_MAX, RewardBucket, put_together
+from rollfab.fabric.rules.queue.timings import BOUNDS_S, BUCKET_COUNT, Histogram, Histograms, Timings
 from tests.contracts.conftest import World
-from tests.contracts.test_queue import group_of_size, letter_of, rollout_of
+from tests.contracts.test_queue import claimed_turn, group_of_size, letter_of, rollout_of
 
 
 def bucket_of(version: int, reward: float, token_count: int) -> RewardBucket:
@@ -164,3 +167,129 @@ def test_curves_of_any_widths_come_together() -> None:
 def test_a_sparse_curve_with_versions_far_apart_is_put_together_in_bounded_steps() -> None:
     buckets = [bucket_of(n * 10**12, 1.0, 1) for n in range(BUCKET_COUNT_MAX + 1)]
     assert len(put_together(buckets)) <= BUCKET_COUNT_MAX
+
+
+# ---------------------------------------------------------------- how long things take
+
+
+def info(worker_id: str = "w1", role: str = "dedicated") -> WorkerInfo:
+    return WorkerInfo(worker_id=worker_id, role=role, pid=1, host="h")
+
+
+async def timed(world: World) -> Histograms:
+    histograms: Histograms = (await world.board.timings())["r1"]
+    return histograms
+
+
+async def test_a_run_that_nobody_has_measured_has_no_histograms(world: World) -> None:
+    assert await world.board.timings() == {"r1": {}}
+    await world.board.delete_run("r1")
+    assert await world.board.timings() == {}
+
+
+async def test_what_two_workers_measure_is_added_up_by_role(world: World) -> None:
+    first, second, lent = Timings("a"), Timings("b"), Timings("c")
+    first.of("r1").note("ttft", 0.003, "g.0")
+    second.of("r1").note("ttft", 0.004)
+    lent.of("r1").note("ttft", 5.0)
+    for timings, who in ((first, info()), (second, info("w2")), (lent, info("w3", "serving"))):
+        await world.board.add_timings(who, timings)
+        await world.board.add_timings(who, timings)  # nothing is new
+
+    mine, theirs = (await timed(world))["ttft", "dedicated"], (await timed(world))["ttft", "serving"]
+    assert (mine.counts[2], sum(mine.counts), round(mine.sum_s, 6)) == (2, 2, 0.007)
+    assert (theirs.counts[13], sum(theirs.counts)) == (1, 1)
+    assert [(place, *latest[1:]) for place, latest in mine.latest.items()] == [(2, 0.003, "g.0")]
+    await world.board.forget_worker("w1")
+    assert (await timed(world))["ttft", "dedicated"] == mine
+
+
+async def test_a_report_whose_answer_was_lost_counts_once(world: World) -> None:
+    class Deaf(Timings):
+        hears = False
+
+        def heard(self) -> None:
+            if self.hears:
+                super().heard()
+
+    timings = Deaf("a")
+    timings.of("r1").note("tpot", 0.01)
+    await world.board.add_timings(info(), timings)
+    timings.of("r1").note("tpot", 0.01)
+    timings.hears = True
+    await world.board.add_timings(info(), timings)  # the first report again
+    assert sum((await timed(world))["tpot", "dedicated"].counts) == 1
+    await world.board.add_timings(info(), timings)
+    assert sum((await timed(world))["tpot", "dedicated"].counts) == 2
+
+
+async def test_another_process_of_the_name_is_not_taken_for_the_first(world: World) -> None:
+    for process in ("a", "b"):
+        timings = Timings(process)
+        timings.of("r1").note("reward", 1.0)
+        await world.board.add_timings(info(role="reward"), timings)
+    assert sum((await timed(world))["reward", "reward"].counts) == 2
+
+
+async def test_a_run_that_is_deleted_takes_its_histograms_with_it_and_gets_none_back(world: World) -> None:
+    timings = Timings("a")
+    timings.of("r1").note("ttft", 1.0)
+    await world.board.add_timings(info(), timings)
+    await world.board.delete_run("r1")
+    timings.of("r1").note("ttft", 1.0)
+    await world.board.add_timings(info(), timings)
+    assert timings.reports() == []
+    await world.board.create_run(world.run)
+    assert await timed(world) == {}
+
+
+async def test_a_group_is_timed_from_its_push_to_its_end_by_the_broker(world: World) -> None:
+    await world.rollouts.push([group_of_size("g1", 1)])
+    await asyncio.sleep(0.05)
+    (claim,) = await world.trajectories.claim("a", 1)
+    assert claim.waited_s is not None and 0.04 < claim.waited_s < 5
+    await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
+    histogram = (await timed(world))["group", "broker"]
+    assert sum(histogram.counts) == 1 and 0.04 < histogram.sum_s < 5
+    assert histogram.counts[next(place for place, bound in enumerate(BOUNDS_S) if bound >= histogram.sum_s)] == 1
+
+
+async def test_a_clock_that_is_set_back_makes_no_wait_of_less_than_nothing(world: World) -> None:
+    _, turn = await claimed_turn(world)
+    assert turn.waited_s is not None and turn.waited_s >= 0  # type: ignore[attr-defined]
+    ready = RunShards("r1", world.run.shard_count).of("g9").trajectory.ready[1]
+    await world.do("XADD", ready, "9999999999999-0", "id", "g8.0")  # before the clock was set back
+    await world.rollouts.push([group_of_size("g9", 1)])
+    (claim,) = await world.trajectories.claim("b", 2)
+    assert claim.waited_s == 0
+
+
+async def test_rows_that_cannot_be_read_are_left_out(world: World) -> None:
+    timings = Timings("a")
+    timings.of("r1").note("ttft", 1.0)
+    await world.board.add_timings(info(), timings)
+    key = RunShards("r1", world.run.shard_count).all[0].timings
+    before = await timed(world)
+    rows = ["nonsense", "ttft dedicated 25", "ttft dedicated x", "ttft stranger 1", "else dedicated 1"]
+    for row in rows:
+        await world.do("HSET", key, row, "1")
+    for row, value in (("ttft dedicated 3", "-1"), ("tpot dedicated 3", "9" * 400), ("tpot dedicated 4", "nan")):
+        await world.do("HSET", key, row, value)
+    for place, value in enumerate(("1 nan g.0", "1 inf g.0", "x 0.001 g.0", "1 0.001", '1 0.001 "}\n', "1 9.0 g.0")):
+        await world.do("HSET", key, f"ttft dedicated ~{place}", value)
+    assert await timed(world) == before
+    await world.do("SET", key, "of another type")
+    assert await timed(world) == {}
+    timings.of("r1").note("ttft", 1.0)
+    await world.board.add_timings(info(), timings)
+    assert sum((await timed(world))["ttft", "dedicated"].counts) == 1
+
+
+async def test_every_run_has_its_own_histograms(world: World) -> None:
+    other: RunConfig = replace(world.run, run_id="r2", shard_count=2)
+    await world.board.create_run(other)
+    timings = Timings("a")
+    timings.of("r2").note("ttft", 3600.0 * 24)
+    await world.board.add_timings(info(), timings)
+    last = Histogram(counts=[0] * (BUCKET_COUNT - 1) + [1], sum_s=86400.0)
+    assert await world.board.timings() == {"r1": {}, "r2": {("ttft", "dedicated"): last}}
