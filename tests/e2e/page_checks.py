@@ -1,4 +1,4 @@
-"""What a person sees at a glance and a test does not: overflow, contrast, names of controls; and pictures to look at."""
+"""What a person sees at a glance and a test does not: overflow, contrast, names of controls; pictures to look at."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ FAINT = """
   const found = new Set();
   for (const element of document.querySelectorAll('body *')) {
     const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
-    if (!own || !element.checkVisibility({ contentVisibilityAuto: true }) || element.closest('.uplot, noscript')) continue;
+    if (!own || !element.checkVisibility() || element.closest('.uplot, noscript')) continue;
     const style = getComputedStyle(element);
     const [a, b] = [light(parse(style.color)), light(behind(element))].sort((x, y) => y - x);
-    const size = parseFloat(style.fontSize), isLarge = size >= 24 || (size >= 18.6 && style.fontWeight >= 600);
+    const size = parseFloat(style.fontSize);
+    const isLarge = size >= 24 || (size >= 18.6 && style.fontWeight >= 600);
     const ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < (isLarge ? 3 : 4.5)) found.add(`${element.tagName}.${element.className} ${ratio.toFixed(2)} ${style.color}`);
+    const name = `${element.tagName}.${element.className} ${ratio.toFixed(2)} ${style.color}`;
+    if (ratio < (isLarge ? 3 : 4.5)) found.add(name);
   }
   return [...found].slice(0, 8);
 })()
@@ -49,7 +51,8 @@ FAINT = """
 
 NAMELESS = """
 [...document.querySelectorAll('button, a[href], input, select')].filter((element) => {
-  const name = element.getAttribute('aria-label') || element.textContent.trim() || element.title || element.labels?.length;
+  const label = element.getAttribute('aria-label') || element.labels?.length;
+  const name = label || element.textContent.trim() || element.title;
   return element.checkVisibility() && !name;
 }).map((element) => element.outerHTML.slice(0, 120))
 """
@@ -67,6 +70,5 @@ async def look(page: Page, name: str, directory: Path, *, width: int, height: in
     await page.call("Emulation.setDeviceMetricsOverride", height=long, **metrics)
     await asyncio.sleep(SETTLED_S)
     picture = await page.call("Page.captureScreenshot", format="png")
-    directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.png").write_bytes(base64.b64decode(picture["data"]))
     await page.call("Emulation.setDeviceMetricsOverride", height=height, **metrics)

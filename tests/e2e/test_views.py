@@ -1,4 +1,4 @@
-"""Every view of the live page, at its address, on real data: what it shows, its controls, and what comes while it is open."""
+"""Every view of the live page, at its address, on real data: what it shows, its controls, and what comes meanwhile."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from rollfab.api.access.keys import new_key
 from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.lease_plan import RunSample, Sample, ServingSample
 from rollfab.fabric.contract.records import Node, Rollout, Span
 from rollfab.fabric.contract.sharing import LendSetting, SharingReport
 from rollfab.fabric.model.tokenizer import CharTokenizer
@@ -39,6 +40,13 @@ VIEWS = {
 }
 
 
+WATCH = """
+window.longest = 0;
+const note = (list) => list.getEntries().forEach((each) => (window.longest = Math.max(window.longest, each.duration)));
+new PerformanceObserver(note).observe({ entryTypes: ['longtask'] });
+"""
+
+
 @pytest.fixture(scope="module")
 def broker_url() -> Iterator[str]:
     with EmbeddedBroker.start() as broker:
@@ -56,6 +64,14 @@ async def api(broker_url: str) -> AsyncIterator[ApiWorld]:
     async with running_api(broker_url) as world:
         await world.beat("controller-1", "controller")
         yield world
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Where pictures of the page are left for people to look at: $PICTURES, or the test's own directory."""
+    found = Path(os.environ.get("PICTURES") or tmp_path / "pictures")
+    found.mkdir(exist_ok=True)
+    return found
 
 
 def played(rollout: Rollout) -> Rollout:
@@ -111,12 +127,58 @@ async def furnish(api: ApiWorld) -> None:
     await api.settle(claims[0], 0.5)
     await api.bury(claims[1], "environment raised <b>ValueError</b>: step 31 of 90")
     await api.fabric.board.add_event("trainer.step", {"run_id": "r1", "step": 4, "loss": 0.5})
+    await remember(api)
+
+
+async def remember(api: ApiWorld) -> None:
+    """An hour of samples, as a controller takes them, in which a burst hurt serving users once."""
+    board = api.fabric.board
+    term, now_ms = await board.lead("controller-1", 60_000), await board.wall_ms()
+    for minute in range(60):
+        tokens = 6_000 * minute + 90 * minute * (minute % 7)
+        run = RunSample(
+            run_id="r1",
+            token_count=tokens,
+            rollout_count=9 * minute,
+            groups_waiting=minute % 5,
+            dead_count=1,
+            head_version=minute // 9,
+            cause="moves",
+        )
+        serving = ServingSample(
+            worker_id="serving-1",
+            guard_state="open",
+            slot_count=3,
+            token_count=tokens // 4,
+            request_count=40 * minute,
+            violation_count=9 * (minute > 40),
+            request_count_alone=40 * minute,
+            violation_count_alone=0,
+            ttft_ms_p99=40 + minute % 9,
+            tpot_ms_p99=9 + minute % 3,
+            ttft_ms_p99_alone=39,
+            tpot_ms_p99_alone=9,
+            ttft_slo_ms=60,
+            tpot_slo_ms=20,
+        )
+        sample = Sample(
+            time_ms=now_ms - 60_000 * (60 - minute),
+            token_count=tokens,
+            rollout_count=9 * minute,
+            groups_waiting=minute % 5,
+            dead_count=1,
+            worker_count=4,
+            running_count=3 + minute % 6,
+            slot_count=16,
+            runs=(run,),
+            serving=(serving,),
+        )
+        assert await board.add_sample(term, sample)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_every_view_is_whole_at_every_size(api: ApiWorld, browser: Browser, tmp_path: Path, scheme: str) -> None:
+async def test_every_view_is_whole_at_every_size(api: ApiWorld, browser: Browser, pictures: Path, scheme: str) -> None:
     await furnish(api)
-    pictures = Path(os.environ.get("PICTURES") or tmp_path / "pictures")
     for width, height in SIZES:
         page = await browser.open(api.url, width=width, height=height, scheme=scheme)
         for name, place in VIEWS.items():
@@ -214,7 +276,9 @@ async def test_a_trajectory_s_offline_page_opens_from_a_disk_and_shows_the_same(
     await page.click("[data-f=offline]")
     await page.click("[data-f=download]")
     files = [tmp_path / "g1.0.html", tmp_path / "g1.0.json"]
-    while not all(file.exists() and file.stat().st_size for file in files):
+    for _ in range(200):
+        if all(file.exists() and file.stat().st_size for file in files):
+            break
         await asyncio.sleep(0.05)
     assert "https:" not in files[0].read_text()
     assert page.complaints() == []
@@ -248,13 +312,27 @@ async def test_a_trajectory_of_a_hundred_thousand_tokens_does_not_freeze_the_pag
     assert await api.fabric.trajectories(RUN).settle(claim, whole, is_scored=True)
     page = await browser.open(f"{api.url}runs/r1/trajectories/g1.0")
     await page.wait_text("[data-piece='1'] header", "100,000 tokens", timeout_s=20)
-    watch = "new PerformanceObserver((list) => list.getEntries().forEach((each) => (window.longest = Math.max(window.longest, each.duration)))).observe({ entryTypes: ['longtask'] })"
-    await page.evaluate(f"window.longest = 0, {watch}, true")
+    await page.evaluate(WATCH)
     await page.click("[data-piece='1'] button")
     await choose(page, "colour", "logprob")
     await asyncio.sleep(1)
     assert await page.evaluate("document.querySelectorAll('.t').length") < 10_000
     assert await page.evaluate("window.longest") < 1500
+    assert page.complaints() == []
+
+
+async def test_what_serving_users_saw_is_plotted_and_judged(api: ApiWorld, browser: Browser) -> None:
+    await furnish(api)
+    page = await browser.open(f"{api.url}serving")
+    await page.wait_text("[data-verdict=serving-1]", "hurt")
+    await page.wait_text("[data-verdict=serving-1]", "9")
+    assert await page.evaluate("document.querySelectorAll('.uplot canvas').length") == 4
+    label = "document.querySelector('.uplot-host').getAttribute('aria-label')"
+    assert "objective 60 ms" in await page.evaluate(label)
+    # When another span is chosen, the address keeps it
+    await choose(page, "span", "1h")
+    await page.wait_text("[data-verdict=serving-1]", "hurt")
+    assert await page.evaluate("location.search") == "?span=1h"
     assert page.complaints() == []
 
 

@@ -10,6 +10,7 @@ import { age, count, milliseconds, moment, percent, rate, signed } from "../part
 import { columns, eventRow, head, historyReading, nothingKept, spanChoice } from "./overview.js";
 import { guardCell, leaseText, lendAll, rowMark, stateOf } from "./workers.js";
 
+const VERDICTS_MAX = 20; // the worst first
 const REPORT_MS = 5000; // reports change with heartbeats, and nobody reads them faster
 
 /** What sharing comes to, in one line. */
@@ -39,6 +40,7 @@ export function serving(page) {
       const reports = new Map((sharing.value?.workers ?? []).map((report) => [report.worker_id, report]));
       const chosen = chooseWorker(page, rows);
       const of = (...names) => chosen && columns(history, ...names.map((name) => (point) => point.serving[chosen]?.[name] || null));
+      const requests = chosen && columns(history, (point) => allRequests(point.serving[chosen]), (point) => point.serving[chosen]?.violation_count);
       const latencies = (name) => of(`${name}_ms_p99`, `${name}_ms_p99_alone`, `${name}_slo_ms`);
       return [
         h("div.head", null, h("h1", null, "Serving"), h("span.faint", { id: "sharing-totals" }, status.sharing.worker_count ? sentence(status.sharing) : ""), h("span.grow"), rows.length > 0 && lendAll(status)),
@@ -51,9 +53,10 @@ export function serving(page) {
           h("div.panel", null, table("sharing-rows", SHARING, [...reports.values()], { key: (report) => report.worker_id, height: (_, isNarrow) => (isNarrow ? 330 : 104), label: "Sharing", mark: (report) => ({ "data-sharing": report.worker_id }) }))),
         rows.length > 0 && h("section", { key: "over-time", "aria-labelledby": "h-time" },
           h("div.head", null, h("h2", { id: "h-time" }, "Over time"), h("span.grow"), workerChoice(page, rows, chosen), spanChoice(page)),
+          verdicts(history),
           h("div.plots.four", null,
             figure(ttft, latencies("ttft"), nothingKept(history)), figure(tpot, latencies("tpot"), nothingKept(history)),
-            figure(lent, of("tokens_per_s"), nothingKept(history)), figure(beyond, of("request_count", "violation_count"), nothingKept(history)))),
+            figure(lent, of("tokens_per_s"), nothingKept(history)), figure(beyond, requests, nothingKept(history)))),
         settings(status),
       ];
     },
@@ -65,6 +68,19 @@ const latencyLines = () => [
   { name: "alone", show: milliseconds, color: "--good" },
   { name: "objective", show: milliseconds, color: "--bad", dash: [10, 4] },
 ];
+
+const allRequests = (row) => row && row.request_count + row.request_count_alone;
+
+const ANSWERS = { yes: ["bad", "hurt"], no: ["good", "did not hurt"], unclear: ["warn", "unclear"], idle: ["idle", "idle"] };
+
+/** Whether lending hurt anybody's users in the time that the plots show: the api's own test and words. */
+function verdicts(history) {
+  const found = history.value?.lending ?? [];
+  return found.length > 0 && h("ul.panel.verdicts", { "aria-label": "Whether lending hurt anybody's users" }, found.slice(0, VERDICTS_MAX).map((verdict) => {
+    const [kind, word] = ANSWERS[verdict.answer] ?? ["idle", verdict.answer];
+    return h("li", { key: verdict.worker_id, "data-verdict": verdict.worker_id }, h("b", null, verdict.worker_id), " ", h("span.chip", { "data-kind": kind }, word), " ", h("span", null, verdict.words));
+  }));
+}
 
 /** The worker whose plots are shown: the one in the address, else the tightest. */
 function chooseWorker(page, rows) {
