@@ -18,7 +18,13 @@ import { workers } from "./views/workers.js";
 const POLL_MS = 1000;
 const POLL_HIDDEN_MS = 5000;
 const SHARE = 4; // a status that takes long is asked for less often: at most a quarter of the time is spent on it
-const PLACES = [["", "Overview"], ["workers", "Workers"], ["serving", "Serving"], ["dead", "Dead letters"], ["events", "Events"]];
+const PLACES = [
+  ["", "Overview"],
+  ["workers", "Workers"],
+  ["serving", "Serving"],
+  ["dead", "Dead letters"],
+  ["events", "Events"],
+];
 const VIEWS = { "": overview, workers, serving, dead, events };
 
 let view = null;
@@ -43,14 +49,16 @@ function names() {
 function find(parts) {
   const [place, ...rest] = parts ?? ["?"];
   if (place === "runs" && rest.length === 1 && rest[0]) return [run, rest];
-  if (place === "runs" && rest.length === 3 && rest[1] === "trajectories" && rest[2]) return [trajectory, [rest[0], rest[2]]];
+  if (place === "runs" && rest.length === 3 && rest[1] === "trajectories" && rest[2])
+    return [trajectory, [rest[0], rest[2]]];
   return rest.length === 0 && Object.hasOwn(VIEWS, place) ? [VIEWS[place], []] : [nowhere, []];
 }
 
 const nowhere = () => ({
   title: "Not found",
   readings: [],
-  draw: () => h("p.empty.panel", null, "There is nothing at this address. ", h("a", { href: ROOT.href }, "To the overview")),
+  draw: () =>
+    h("p.empty.panel", null, "There is nothing at this address. ", h("a", { href: ROOT.href }, "To the overview")),
 });
 
 function open() {
@@ -153,7 +161,10 @@ function failed(error) {
     if (!hasKey()) askForKey();
   } else if (error.status === 0) {
     say("bad", "api unreachable");
-    banner("bad", `The api does not answer: ${error.message}. Is its process running? Trying again every second.${since}`);
+    banner(
+      "bad",
+      `The api does not answer: ${error.message}. Is its process running? Trying again every second.${since}`,
+    );
   } else {
     say("bad", error.status === 503 ? "broker unreachable" : "error");
     banner("bad", `The api answers, but has nothing to show: ${error.message}.${since}`);
@@ -178,14 +189,26 @@ function chrome() {
   patch($("updated"), `rollfab ${status.version} · ${clock(status.time_ms)}`);
   const here = (names() ?? ["?"])[0];
   const isHere = (place) => here === place || (here === "runs" && place === "");
-  patch($("nav"), PLACES.map(([place, words]) =>
-    h("a", { href: new URL(place, ROOT).href, "aria-current": isHere(place) ? "page" : null }, words,
-      place === "dead" && status.totals.dead_count > 0 && h("b.badge", null, count(status.totals.dead_count)))));
+  patch(
+    $("nav"),
+    PLACES.map(([place, words]) =>
+      h(
+        "a",
+        { href: new URL(place, ROOT).href, "aria-current": isHere(place) ? "page" : null },
+        words,
+        place === "dead" && status.totals.dead_count > 0 && h("b.badge", null, count(status.totals.dead_count)),
+      ),
+    ),
+  );
   const serving = status.workers.filter((worker) => worker.lend_terms);
   const lent = serving.filter((worker) => worker.lend_terms.mode === "on");
   const words = lent.length ? `Take all back (${lent.length})` : "Take all back";
   const hint = "Every serving worker takes its GPU back at once, until somebody lends again";
-  patch($("kill"), serving.length > 0 && h("button.danger", { id: "lend-all-off", title: hint, onclick: () => actions.press(status, "*", "off") }, words));
+  patch(
+    $("kill"),
+    serving.length > 0 &&
+      h("button.danger", { id: "lend-all-off", title: hint, onclick: () => actions.press(status, "*", "off") }, words),
+  );
 }
 
 function askForKey() {
@@ -219,14 +242,18 @@ $("theme").addEventListener("click", () => {
 });
 
 let isScrolling = false;
-addEventListener("scroll", () => {
-  if (isScrolling || !document.querySelector("table.long")) return;
-  isScrolling = true;
-  requestAnimationFrame(() => {
-    isScrolling = false;
-    draw();
-  });
-}, { passive: true });
+addEventListener(
+  "scroll",
+  () => {
+    if (isScrolling || !document.querySelector("table.long")) return;
+    isScrolling = true;
+    requestAnimationFrame(() => {
+      isScrolling = false;
+      draw();
+    });
+  },
+  { passive: true },
+);
 addEventListener("resize", draw);
 document.addEventListener("visibilitychange", () => document.hidden || poll());
 

@@ -28,7 +28,9 @@ export function takeKey() {
 
 /** The address of a place below v1: each part is one name, whatever is in it; undefined wishes are left out. */
 export function at(parts, wishes = {}) {
-  const query = new URLSearchParams(Object.entries(wishes).filter(([, value]) => value !== undefined && value !== null));
+  const query = new URLSearchParams(
+    Object.entries(wishes).filter(([, value]) => value !== undefined && value !== null),
+  );
   return `v1/${parts.map(encodeURIComponent).join("/")}${query.size ? `?${query}` : ""}`;
 }
 
@@ -62,7 +64,7 @@ export async function follow(after, signal, take) {
   const answer = await send(at(["events"], { after }), { signal });
   if (!answer.ok) throw new ApiError(answer.status, (await answer.json()).message);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ; ) {
+  for (let rest = ""; ;) {
     const { value, done } = await reader.read();
     if (done) return;
     const messages = (rest + value).split("\n\n");
@@ -72,3 +74,8 @@ export async function follow(after, signal, take) {
     if (events.length) take(events);
   }
 }
+
+// ---------------------------------------------------------------- addresses of views
+
+export const runHref = (runId) => `${ROOT.href}runs/${encodeURIComponent(runId)}`;
+export const trajectoryHref = (runId, id) => `${runHref(runId)}/trajectories/${encodeURIComponent(id)}`;

@@ -276,6 +276,19 @@ def said_by(worker_id: str) -> Rollout:
     )
 
 
+async def test_dead_letters_open_with_their_traceback(api: ApiWorld, browser: Browser) -> None:
+    await api.push_group("g1", 1)
+    (claim,) = await api.claim(1)
+    await api.bury(claim, "environment raised <b>ValueError</b>")
+    page = await browser.open(api.url)
+    await page.wait_text(f"{CARD} [data-f=dead_count]", "1")
+    await page.click(f"{CARD} [data-f=dead_count] a")
+    await page.click("details.cause summary")
+    await page.wait_text("[data-letter] [data-f=reason]", "environment raised <b>ValueError</b>")
+    await page.click("[data-letter] summary")
+    await page.wait_text("[data-letter] pre", "Traceback: line 1")
+
+
 async def test_a_page_with_nothing_to_show_says_what_to_do(broker_url: str, browser: Browser) -> None:
     async with running_api(broker_url) as api:
         await api.fabric.board.delete_run("r1")

@@ -380,6 +380,42 @@ async def test_events_come_as_they_happen_and_are_searched_and_filtered(api: Api
     assert page.complaints() == []
 
 
+async def test_dead_letters_are_grouped_by_cause_retried_and_discarded_after_a_look(
+    api: ApiWorld, browser: Browser
+) -> None:
+    if (await api.http.get("v1/runs/r1/dead-letters/causes")).status_code == 404:
+        pytest.skip("this api counts no causes, and neither retries nor discards")
+    # Given three letters of one cause and one of another
+    await api.push_group("g1", 6)
+    claims = await api.claim(4)
+    for index, claim in enumerate(claims[:3]):
+        await api.bury(claim, f"environment raised <b>ValueError</b>: step {index} of 90")
+    await api.bury(claims[3], "the reward was NaN")
+    page = await browser.open(api.url)
+    await page.wait_text("[data-run=r1] [data-f=dead_count]", "4")
+    await page.click("[data-run=r1] [data-f=dead_count] a")
+    # Then they stand by cause, and open with their traceback
+    cause = "[data-dead=r1] details.cause"
+    await page.wait_text(cause, "environment raised <b>ValueError</b>: step # of #")
+    await page.click(f"{cause} summary")
+    await page.click("[data-letter] summary")
+    await page.wait_text("[data-letter] pre", "Traceback: line 1")
+    # When one is retried, and then all of its cause: first it is said what will happen
+    await page.click("[data-letter] [data-f=retry]")
+    await page.wait_text("#ask", "1 trajectory of 1 group will run again")
+    await page.click("#ask-go")
+    await page.wait_text("#toast", "1 trajectory run again")
+    await page.click(f"{cause} [data-f=retry_cause]")
+    await page.wait_text("#ask", "2 trajectories of 1 group will run again")
+    await page.click("#ask-go")
+    await page.wait_text("[data-f=total]", "1 in 1 run")
+    await page.click("[data-f=discard_all]")
+    await page.wait_text("#ask", "1 trajectory of 1 group will be forgotten. This cannot be undone.")
+    await page.click("#ask-go")
+    await page.wait_text("#view", "No trajectory was given up.")
+    assert page.complaints() == []
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 

@@ -39,7 +39,19 @@ export async function act(name, call, { done = null, undo = null } = {}) {
 function toast(words, { kind, undo = null }) {
   const element = $("toast");
   element.dataset.kind = kind;
-  const back = undo && h("button", { id: "undo", onclick: () => { element.hidden = true; undo(); } }, "Undo");
+  const back =
+    undo &&
+    h(
+      "button",
+      {
+        id: "undo",
+        onclick: () => {
+          element.hidden = true;
+          undo();
+        },
+      },
+      "Undo",
+    );
   const close = h("button.quiet", { "aria-label": "Close", onclick: () => (element.hidden = true) }, "×");
   patch(element, h("span", { role: kind === "bad" ? "alert" : "status" }, words), back, close);
   element.hidden = false;
@@ -57,10 +69,14 @@ export function confirm({ title, lines, verb, danger = false, run }) {
   };
   patch(
     dialog,
-    h("form", { method: "dialog", onsubmit: go },
+    h(
+      "form",
+      { method: "dialog", onsubmit: go },
       h("h2", null, title),
       lines.filter(Boolean).map((line) => h("p", null, line)),
-      h("div.row", null,
+      h(
+        "div.row",
+        null,
         h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"),
         h(danger ? "button.danger" : "button.main", { id: "ask-go", type: "submit" }, verb),
       ),
@@ -92,7 +108,8 @@ const lendPath = (subject) =>
 export function press(status, subject, mode) {
   const before = status.lending.find((setting) => setting.subject === subject)?.mode ?? "clear";
   if (mode !== "on") return void lend(subject, mode, before);
-  const isMeant = (worker) => worker.lend_terms && (subject === "*" || [worker.worker_id, `pool:${worker.pool}`].includes(subject));
+  const isMeant = (worker) =>
+    worker.lend_terms && (subject === "*" || [worker.worker_id, `pool:${worker.pool}`].includes(subject));
   const workers = status.workers.filter(isMeant);
   const slots = workers.reduce((sum, worker) => sum + worker.slot_count, 0);
   const turns = workers.reduce((sum, worker) => sum + worker.running_count, 0);
@@ -108,25 +125,46 @@ export function press(status, subject, mode) {
   });
 }
 
-const MODES = [["lend", "on", "On"], ["lend_observe", "observe", "Observe"], ["lend_off", "off", "Off"]];
+const MODES = [
+  ["lend", "on", "On"],
+  ["lend_observe", "observe", "Observe"],
+  ["lend_off", "off", "Off"],
+];
 
 /** The team's switch of one worker: what it said of this worker itself is pressed; what holds, and whose word that is. */
 export function lendSwitch(status, worker) {
   const terms = worker.lend_terms;
   if (!terms) return null;
   const own = status.lending.find((setting) => setting.subject === worker.worker_id)?.mode;
-  const shares = [["compute", terms.compute_fraction_max], ["KV cache", terms.memory_fraction_max]];
-  const bounds = shares.filter(([, share]) => share !== null).map(([name, share]) => `${Math.round(100 * share)} % of ${name}`);
+  const shares = [
+    ["compute", terms.compute_fraction_max],
+    ["KV cache", terms.memory_fraction_max],
+  ];
+  const bounds = shares
+    .filter(([, share]) => share !== null)
+    .map(([name, share]) => `${Math.round(100 * share)} % of ${name}`);
   return [
-    h("span.modes", { role: "group", f: "modes" }, MODES.map(([f, mode, word]) =>
-      h(mode === "off" ? "button.danger" : "button", {
-        f,
-        "aria-pressed": String(own === mode),
-        "aria-label": `${mode} ${worker.worker_id}`,
-        onclick: () => press(status, worker.worker_id, mode),
-      }, word))),
-    h("small", null,
-      h("b", { f: "limit" }, ["on", "observe", "off"].includes(worker.lend) ? worker.lend : `max ${worker.lend}`), " ",
+    h(
+      "span.modes",
+      { role: "group", f: "modes" },
+      MODES.map(([f, mode, word]) =>
+        h(
+          mode === "off" ? "button.danger" : "button",
+          {
+            f,
+            "aria-pressed": String(own === mode),
+            "aria-label": `${mode} ${worker.worker_id}`,
+            onclick: () => press(status, worker.worker_id, mode),
+          },
+          word,
+        ),
+      ),
+    ),
+    h(
+      "small",
+      null,
+      h("b", { f: "limit" }, ["on", "observe", "off"].includes(worker.lend) ? worker.lend : `max ${worker.lend}`),
+      " ",
       h("span", { f: "why" }, [terms.reason, ...bounds].join(" · ")),
     ),
   ];

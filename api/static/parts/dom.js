@@ -80,7 +80,8 @@ const PROPERTIES = ["disabled", "hidden", "checked", "open"];
 function set(node, name, value) {
   if (["key", "same", "class", "value"].includes(name)) return;
   if (name.startsWith("on") || PROPERTIES.includes(name)) node[name] = value ?? (name.startsWith("on") ? null : false);
-  else if (name === "style") for (const [each, words] of Object.entries(value ?? {})) node.style.setProperty(each, words);
+  else if (name === "style")
+    for (const [each, words] of Object.entries(value ?? {})) node.style.setProperty(each, words);
   else if (value === null || value === undefined || value === false) node.removeAttribute(attribute(name));
   else node.setAttribute(attribute(name), value === true ? "" : value);
 }

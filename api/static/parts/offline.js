@@ -8,7 +8,9 @@ export async function offlinePage(view) {
   const modules = new Map();
   await collect(new URL(ENTRY, import.meta.url), modules);
   const dom = new URL("dom.js", import.meta.url);
-  const imports = Object.fromEntries([...modules].map(([url, text]) => [nameOf(url), `data:text/javascript;charset=utf-8,${encodeURIComponent(text)}`]));
+  const imports = Object.fromEntries(
+    [...modules].map(([url, text]) => [nameOf(url), `data:text/javascript;charset=utf-8,${encodeURIComponent(text)}`]),
+  );
   const sheet = await textOf(new URL("../style.css", import.meta.url));
   const policy = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'";
   return `<!doctype html>
@@ -45,7 +47,10 @@ async function collect(url, modules) {
   modules.set(url.href, "");
   const text = await textOf(url);
   const found = [...text.matchAll(IMPORT)].map((match) => new URL(match[2], url));
-  modules.set(url.href, text.replace(IMPORT, (_, from, path) => `${from}"${nameOf(new URL(path, url).href)}"`));
+  modules.set(
+    url.href,
+    text.replace(IMPORT, (_, from, path) => `${from}"${nameOf(new URL(path, url).href)}"`),
+  );
   await Promise.all(found.map((each) => collect(each, modules)));
 }
 

@@ -3,7 +3,11 @@
 /** 1234567 → 1.23M; below 10 000 in full. */
 export function count(value) {
   if (value === null || value === undefined) return "–";
-  for (const [size, letter] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+  for (const [size, letter] of [
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e4, "k"],
+  ]) {
     if (value >= size) return `${(value / (letter === "k" ? 1e3 : size)).toPrecision(3)}${letter}`;
   }
   return value.toLocaleString("en");
@@ -71,7 +75,20 @@ export function moment(ms) {
   return day === new Date().toLocaleDateString("en-CA") ? clock(ms) : `${day} ${clock(ms)}`;
 }
 
-const PLAIN = ["worker_id", "run_id", "group_id", "trajectory_id", "role", "value", "said_by", "reason", "error", "text", "code", "step"]; // say themselves what they are
+const PLAIN = [
+  "worker_id",
+  "run_id",
+  "group_id",
+  "trajectory_id",
+  "role",
+  "value",
+  "said_by",
+  "reason",
+  "error",
+  "text",
+  "code",
+  "step",
+]; // say themselves what they are
 const UNSAID = ["lease_epoch", "source"];
 
 /** An event's facts in a line. */
@@ -79,7 +96,8 @@ export function factsText(facts) {
   const parts = [];
   for (const [name, value] of Object.entries(facts)) {
     if (value === null || value === "" || UNSAID.includes(name)) continue;
-    const shown = typeof value === "number" ? +value.toPrecision(4) : typeof value === "object" ? JSON.stringify(value) : value;
+    const shown =
+      typeof value === "number" ? +value.toPrecision(4) : typeof value === "object" ? JSON.stringify(value) : value;
     parts.push(PLAIN.includes(name) ? shown : `${name.replaceAll("_", " ")} ${shown}`);
   }
   return parts.join(" · ");

@@ -46,14 +46,32 @@ export function events(page) {
     draw() {
       const kinds = [...new Set(found.map((event) => event.kind))].sort();
       const kind = page.wishes.get("kind");
-      const shown = found.filter((event) => (!kind || event.kind === kind) && holds(page.wishes, event.kind, event.words)).reverse();
+      const shown = found
+        .filter((event) => (!kind || event.kind === kind) && holds(page.wishes, event.kind, event.words))
+        .reverse();
       return [
-        h("div.head", null, h("h1", null, "Events"), h("span.faint", { f: "found" }, `${count(shown.length)} of ${count(found.length)}, the newest first`)),
-        sieve(page, { hint: "Search worker, run, group, reason", choices: [{ name: "kind", label: "Kind", options: [["", "all"], ...kinds.map((each) => [each, each])] }] }),
+        h(
+          "div.head",
+          null,
+          h("h1", null, "Events"),
+          h("span.faint", { f: "found" }, `${count(shown.length)} of ${count(found.length)}, the newest first`),
+        ),
+        sieve(page, {
+          hint: "Search worker, run, group, reason",
+          choices: [{ name: "kind", label: "Kind", options: [["", "all"], ...kinds.map((each) => [each, each])] }],
+        }),
         trouble && h("p.notice", { role: "status" }, `The stream of events is interrupted: ${trouble}. Trying again.`),
-        h("div.panel", null,
-          table("all-events", COLUMNS, shown, { key: (event) => event.event_id, height: (_, isNarrow) => (isNarrow ? 92 : 36), label: "Events", mark: () => ({ class: "event" }) }),
-          shown.length === 0 && h("p.empty", null, found.length ? "None of these match." : "Nothing has happened yet.")),
+        h(
+          "div.panel",
+          null,
+          table("all-events", COLUMNS, shown, {
+            key: (event) => event.event_id,
+            height: (_, isNarrow) => (isNarrow ? 92 : 36),
+            label: "Events",
+            mark: () => ({ class: "event" }),
+          }),
+          shown.length === 0 && h("p.empty", null, found.length ? "None of these match." : "Nothing has happened yet."),
+        ),
       ];
     },
   };
@@ -61,6 +79,14 @@ export function events(page) {
 
 const COLUMNS = [
   { name: "Time", width: "150px", cell: (event) => h("time", null, moment(event.time_ms)) },
-  { name: "Kind", width: "minmax(0, 1fr)", cell: (event) => h("b", { "data-kind": event.kind.split(".")[0] }, event.kind) },
-  { name: "What", width: "minmax(0, 4fr)", cell: (event) => h("span", { title: JSON.stringify(event.facts) }, event.words) },
+  {
+    name: "Kind",
+    width: "minmax(0, 1fr)",
+    cell: (event) => h("b", { "data-kind": event.kind.split(".")[0] }, event.kind),
+  },
+  {
+    name: "What",
+    width: "minmax(0, 4fr)",
+    cell: (event) => h("span", { title: JSON.stringify(event.facts) }, event.words),
+  },
 ];

@@ -1,29 +1,35 @@
 // One run: why it moves or not, what it learns, what holds it up, its groups, and which weights are where.
 
-import { ROOT, ask, at } from "../client.js";
+import { ROOT, ask, at, trajectoryHref } from "../client.js";
+import { head, moreOf, notice } from "../parts/bits.js";
 import { h } from "../parts/dom.js";
+import { columns, historyReading, nothingKept, spanChoice } from "../parts/history.js";
 import { Pages, Reading } from "../parts/live.js";
 import { Plot, figure, histogram } from "../parts/plot.js";
 import { holds, sieve, table } from "../parts/table.js";
-import { age, bytes, count, counted, figure as inShort, moment, percent, rate } from "../parts/words.js";
+import { age, bytes, count, counted, figure as inShort, percent, rate } from "../parts/words.js";
 import { agreement } from "./agreement.js";
-import { chip, columns, facts, head, historyReading, nothingKept, runHref, spanChoice, stack, why } from "./overview.js";
+import { chip, facts, stack, why } from "./card.js";
+import { groupList } from "./groups.js";
 
 const OPEN_MS = 2000;
-const REST_MS = 10_000;
-const STATES = [["open", "open"], ["waiting", "waiting for the trainer"], ["finished", "finished"]];
-const SIBLINGS_MAX = 64; // of a group, side by side
 
-export const trajectoryHref = (runId, id) => `${runHref(runId)}/trajectories/${encodeURIComponent(id)}`;
+const REST_MS = 10_000;
 
 export function run(page, runId) {
   const list = (kind, state, size) => (cursor) => ask(at(["runs", runId, kind], { state, count: size, cursor }));
   const groupState = () => page.wishes.get("groups") ?? "open";
   const whole = new Reading(() => ask(at(["runs", runId])), 5000);
   const open = new Pages(list("trajectories", "open", 15), (answer) => answer.trajectories, OPEN_MS);
-  const groups = new Pages((cursor) => list("groups", groupState(), 8)(cursor), (answer) => answer.groups, OPEN_MS);
+  const groups = new Pages(
+    (cursor) => list("groups", groupState(), 8)(cursor),
+    (answer) => answer.groups,
+    OPEN_MS,
+  );
   const kept = new Reading(async () => {
-    const found = await Promise.all(["open", "waiting", "finished"].map((state) => list("trajectories", state, 50)(null)));
+    const found = await Promise.all(
+      ["open", "waiting", "finished"].map((state) => list("trajectories", state, state === "open" ? 50 : 12)(null)),
+    );
     return found.flatMap((answer) => answer.trajectories);
   }, REST_MS);
   const history = historyReading(page);
@@ -39,27 +45,49 @@ export function run(page, runId) {
       if (!found) return missing(runId, whole);
       const curve = whole.value?.reward_curve ?? found.reward_curve;
       return [
-        h("section.run-head", { "data-run": runId },
-          h("div.head", null, h("h1", { f: "name" }, runId), chip(found), h("span.grow"), h("span.faint", { f: "what" }, `${found.environment} · ${found.model}`)),
+        h(
+          "section.run-head",
+          { "data-run": runId },
+          h(
+            "div.head",
+            null,
+            h("h1", { f: "name" }, runId),
+            chip(found),
+            h("span.grow"),
+            h("span.faint", { f: "what" }, `${found.environment} · ${found.model}`),
+          ),
           why(found, true),
           h("div.panel.pad", null, h("dl.wide", null, facts(found), settings(found)), stack(found)),
-          agreement(found)),
-        h("section", { "aria-labelledby": "h-learns" },
+          agreement(found),
+        ),
+        h(
+          "section",
+          { "aria-labelledby": "h-learns" },
           head("h-learns", "What it learns", curve.length ? `${counted(curve.length, "point")} by policy version` : ""),
-          h("div.plots", null, plots.learning(curve), distributions(kept, found.head_version))),
+          h("div.plots", null, plots.learning(curve), distributions(kept, found.head_version)),
+        ),
         stragglers(page, runId, open, found),
         groupList(page, runId, groups, groupState()),
         versions(status, found),
-        h("section", { "aria-labelledby": "h-flow" },
+        h(
+          "section",
+          { "aria-labelledby": "h-flow" },
           h("div.head", null, h("h2", { id: "h-flow" }, "What flowed"), h("span.grow"), spanChoice(page)),
-          h("div.plots", null, plots.flow(history, runId))),
+          h("div.plots", null, plots.flow(history, runId)),
+        ),
       ];
     },
   };
 }
 
 function missing(runId, whole) {
-  return h("p.empty.panel", null, `There is no run ${runId} here. `, whole.error && whole.error.status !== 404 && `${whole.error.message} `, h("a", { href: ROOT.href }, "To the overview"));
+  return h(
+    "p.empty.panel",
+    null,
+    `There is no run ${runId} here. `,
+    whole.error && whole.error.status !== 404 && `${whole.error.message} `,
+    h("a", { href: ROOT.href }, "To the overview"),
+  );
 }
 
 const fact = (name, value) => h("div", null, h("dt", null, name), h("dd", null, value));
@@ -77,10 +105,17 @@ function settings(run) {
 
 class Plots {
   constructor() {
-    this.reward = new Plot("Reward: mean, ± one deviation, least and most", [
-      { name: "mean", show: inShort }, { show: inShort }, { show: inShort },
-      { name: "least", show: inShort, color: "--faint", dash: [2, 3] }, { name: "most", show: inShort, color: "--faint", dash: [7, 4] },
-    ], { isTime: false, bands: [[1, 2]] });
+    this.reward = new Plot(
+      "Reward: mean, ± one deviation, least and most",
+      [
+        { name: "mean", show: inShort },
+        { show: inShort },
+        { show: inShort },
+        { name: "least", show: inShort, color: "--faint", dash: [2, 3] },
+        { name: "most", show: inShort, color: "--faint", dash: [7, 4] },
+      ],
+      { isTime: false, bands: [[1, 2]] },
+    );
     this.length = new Plot("Completion tokens, mean", [{ name: "tokens", show: count }], { isTime: false, low: 0 });
     this.rollouts = new Plot("Rollouts by version", [{ name: "rollouts", show: count }], { isTime: false, low: 0 });
     this.tokens = new Plot("Tokens per second", [{ name: "tokens", show: rate }], { low: 0 });
@@ -95,7 +130,11 @@ class Plots {
     const column = (name) => curve.map((point) => point[name]);
     const nothing = "No rollout yet.";
     return [
-      figure(this.reward, [xs, column("reward_mean"), edge(1), edge(-1), column("reward_min"), column("reward_max")], nothing),
+      figure(
+        this.reward,
+        [xs, column("reward_mean"), edge(1), edge(-1), column("reward_min"), column("reward_max")],
+        nothing,
+      ),
       figure(this.length, [xs, column("completion_tokens_mean")], nothing),
       figure(this.rollouts, [xs, column("rollout_count")], nothing),
     ];
@@ -119,11 +158,25 @@ function distributions(kept, headVersion) {
   const ended = (kept.value ?? []).filter((row) => ["completed", "finished"].includes(row.state));
   const nothing = kept.error?.message ?? "No trajectory has ended yet.";
   const behind = (kept.value ?? []).filter((row) => row.ended_ms === null);
-  const lags = behind.filter((row) => row.policy_version !== null).map((row) => Math.max(0, headVersion - row.policy_version));
+  const lags = behind
+    .filter((row) => row.policy_version !== null)
+    .map((row) => Math.max(0, headVersion - row.policy_version));
   return [
-    histogram("Rewards of the newest trajectories", ended.map((row) => row.reward), { show: inShort, nothing }),
-    histogram("Their lengths, in tokens", ended.map((row) => row.completion_token_count), { show: count, isWhole: true, nothing }),
-    histogram("Staleness, in versions, of what is open or waits", lags, { show: count, isWhole: true, nothing: kept.error?.message ?? "Nothing is open." }),
+    histogram(
+      "Rewards of the newest trajectories",
+      ended.map((row) => row.reward),
+      { show: inShort, nothing },
+    ),
+    histogram(
+      "Their lengths, in tokens",
+      ended.map((row) => row.completion_token_count),
+      { show: count, isWhole: true, nothing },
+    ),
+    histogram("Staleness, in versions, of what is open or waits", lags, {
+      show: count,
+      isWhole: true,
+      nothing: kept.error?.message ?? "Nothing that is open has a version yet.",
+    }),
   ];
 }
 
@@ -131,23 +184,34 @@ function distributions(kept, headVersion) {
 
 function stragglers(page, runId, open, run) {
   const { value, error } = open.reading;
-  const rows = (value?.rows ?? []).filter((row) => holds(page.wishes, row.trajectory_id, row.task_id, row.place, row.state, row.worker_id ?? ""));
+  const rows = (value?.rows ?? []).filter((row) =>
+    holds(page.wishes, row.trajectory_id, row.task_id, row.place, row.state, row.worker_id ?? ""),
+  );
   const oldest = Math.max(1, ...rows.map((row) => row.age_ms ?? 0));
-  return h("section", { key: "stragglers", "aria-labelledby": "h-open" },
-    head("h-open", "Open trajectories", value ? `${count(value.counts.open)} taken by agents, the oldest first: they hold up a step` : ""),
+  return h(
+    "section",
+    { key: "stragglers", "aria-labelledby": "h-open" },
+    head(
+      "h-open",
+      "Open trajectories",
+      value ? `${count(value.counts.open)} taken by agents, the oldest first: they hold up a step` : "",
+    ),
     sieve(page, { hint: "Search id, task, place, worker", more: goTo(page, runId) }),
     notice(error),
-    value && h("div.panel", null,
-      table("open", openColumns(runId, run.head_version, oldest), rows, { key: (row) => row.trajectory_id, label: "Open trajectories", mark: (row) => ({ "data-trajectory": row.trajectory_id }) }),
-      rows.length === 0 && h("p.empty", null, value.rows.length ? "None of these match." : "No trajectory is open.")),
-    moreOf(open, page));
+    value &&
+      h(
+        "div.panel",
+        null,
+        table("open", openColumns(runId, run.head_version, oldest), rows, {
+          key: (row) => row.trajectory_id,
+          label: "Open trajectories",
+          mark: (row) => ({ "data-trajectory": row.trajectory_id }),
+        }),
+        rows.length === 0 && h("p.empty", null, value.rows.length ? "None of these match." : "No trajectory is open."),
+      ),
+    moreOf(open, page),
+  );
 }
-
-/** Why a list is not there: the api's own words. */
-export const notice = (error) => error && h("p.notice", { role: "status" }, error.message);
-
-export const moreOf = (pages, page) =>
-  pages.reading.value?.cursor && h("p.more", null, h("button", { onclick: () => { pages.more(); page.draw(); } }, "Show more"));
 
 function goTo(page, runId) {
   const go = (event) => {
@@ -155,13 +219,46 @@ function goTo(page, runId) {
     const id = new FormData(event.target).get("id").trim();
     if (id) page.go(trajectoryHref(runId, id));
   };
-  return h("form.go", { onsubmit: go }, h("input", { name: "id", f: "go", placeholder: "Trajectory id", "aria-label": "Trajectory id", autocomplete: "off" }), " ", h("button", null, "Open"));
+  return h(
+    "form.go",
+    { onsubmit: go },
+    h("input", {
+      name: "id",
+      f: "go",
+      placeholder: "Trajectory id",
+      "aria-label": "Trajectory id",
+      autocomplete: "off",
+    }),
+    " ",
+    h("button", null, "Open"),
+  );
 }
 
 const openColumns = (runId, headVersion, oldest) => [
-  { name: "Trajectory", width: "minmax(0, 1.8fr)", cell: (row) => [h("a", { href: trajectoryHref(runId, row.trajectory_id) }, row.trajectory_id), row.task_id && h("small", null, `task ${row.task_id}`)] },
-  { name: "Age", width: "minmax(0, 1.2fr)", cell: (row) => [age(row.age_ms), h("div.meter", null, h("div", { style: { width: `${(100 * (row.age_ms ?? 0)) / oldest}%` } }))] },
-  { name: "Place", width: "minmax(0, 2fr)", cell: (row) => [h("span", { f: "place" }, row.place), h("small", null, row.attempt ? `${counted(row.attempt, "attempt")} failed before` : row.state)] },
+  {
+    name: "Trajectory",
+    width: "minmax(0, 1.8fr)",
+    cell: (row) => [
+      h("a", { href: trajectoryHref(runId, row.trajectory_id) }, row.trajectory_id),
+      row.task_id && h("small", null, `task ${row.task_id}`),
+    ],
+  },
+  {
+    name: "Age",
+    width: "minmax(0, 1.2fr)",
+    cell: (row) => [
+      age(row.age_ms),
+      h("div.meter", null, h("div", { style: { width: `${(100 * (row.age_ms ?? 0)) / oldest}%` } })),
+    ],
+  },
+  {
+    name: "Place",
+    width: "minmax(0, 2fr)",
+    cell: (row) => [
+      h("span", { f: "place" }, row.place),
+      h("small", null, row.attempt ? `${counted(row.attempt, "attempt")} failed before` : row.state),
+    ],
+  },
   { name: "Turns", num: true, width: "minmax(0, .6fr)", cell: (row) => count(row.turn_count) },
   { name: "Tokens", num: true, width: "minmax(0, .7fr)", cell: (row) => count(row.completion_token_count) },
   { name: "Version", num: true, width: "minmax(0, .8fr)", cell: (row) => versionText(row, headVersion) },
@@ -169,69 +266,72 @@ const openColumns = (runId, headVersion, oldest) => [
 ];
 
 const versionText = (row, headVersion) =>
-  row.policy_version === null ? "–" : [row.policy_version, headVersion > row.policy_version && h("small", null, `${headVersion - row.policy_version} behind`)];
-
-// ---------------------------------------------------------------- groups
-
-function groupList(page, runId, groups, state) {
-  const { value, error } = groups.reading;
-  const counts = value?.counts;
-  const words = counts ? `${counts.open} trajectories open · ${counts.waiting_groups} groups wait · ${counts.finished_groups} finished ones kept` : "";
-  return h("section", { key: "groups", "aria-labelledby": "h-groups" },
-    head("h-groups", "Groups, siblings side by side", words, h("label", null, h("span.sr", null, "Which groups"),
-      h("select", { f: "groups", value: state, onchange: (event) => page.wish("groups", event.target.value) }, STATES.map(([name, text]) => h("option", { value: name }, text))))),
-    notice(error),
-    value?.rows.map((group) => groupRow(runId, group)),
-    value && value.rows.length === 0 && h("p.empty.panel", null, "No group of this kind."),
-    moreOf(groups, page));
-}
-
-function groupRow(runId, group) {
-  const rewards = group.trajectories.map((row) => row.reward).filter((value) => value !== null);
-  const isFlat = group.completed_count > 1 && rewards.length === group.completed_count && new Set(rewards).size === 1;
-  return h("article.panel.group", { key: group.group_id, "data-group": group.group_id },
-    h("div.group-head", null,
-      h("b", null, group.group_id), h("span.faint", null, `task ${group.task_id}`), h("span.grow"),
-      isFlat && group.completed_count >= group.quorum && h("span.chip", { "data-kind": "warn", title: "Advantages within the group are all 0" }, "all rewards equal"),
-      group.failed_count > 0 && h("span.chip", { "data-kind": "bad" }, `${group.failed_count} failed`),
-      h("span", { f: "complete" }, `${group.completed_count} of ${group.quorum < group.size ? `${group.quorum} (quorum; ${group.size} in all)` : group.size}`),
-      h("span.faint", null, group.ended_ms ? `ended ${moment(group.ended_ms)}${group.ended_by ? `, by ${group.ended_by}` : ""}` : group.ended_by ? `complete, by ${group.ended_by}` : "")),
-    h("div.meter", null, h("div", { style: { width: `${Math.min(100, (100 * group.completed_count) / Math.max(1, group.quorum))}%` } })),
-    h("div.siblings", null, group.trajectories.slice(0, SIBLINGS_MAX).map((row) => sibling(runId, row))),
-    group.trajectories.length > SIBLINGS_MAX && h("p.faint", null, `and ${group.trajectories.length - SIBLINGS_MAX} more`));
-}
-
-const sibling = (runId, row) =>
-  h("a.sibling", { key: row.trajectory_id, href: trajectoryHref(runId, row.trajectory_id), "data-state": row.state },
-    h("span.dot", { "data-state": row.state }, row.state),
-    h("b", null, row.reward === null ? "–" : inShort(row.reward)),
-    h("small", null, [counted(row.turn_count, "turn"), row.completion_token_count !== null && counted(row.completion_token_count, "token")].filter(Boolean).join(" · ")),
-    h("small", null, row.finish_reason ?? row.place));
+  row.policy_version === null
+    ? "–"
+    : [
+        row.policy_version,
+        headVersion > row.policy_version && h("small", null, `${headVersion - row.policy_version} behind`),
+      ];
 
 // ---------------------------------------------------------------- weights
 
 function versions(status, run) {
   const weights = status.weights.find((each) => each.run_id === run.run_id);
   const rows = [...(weights?.versions ?? [])].reverse();
-  const holders = status.workers.filter((worker) => worker.is_fresh && worker.run_id === run.run_id && worker.active_version >= 0);
+  const holders = status.workers.filter(
+    (worker) => worker.is_fresh && worker.run_id === run.run_id && worker.active_version >= 0,
+  );
   const shown = new Set(rows.map((row) => row.version));
   const older = holders.filter((worker) => !shown.has(worker.active_version));
-  const held = weights && weights.head_version >= 0 ? `${weights.held_count} held${weights.held_bytes === null ? "" : `, ${bytes(weights.held_bytes)}`} · head ${weights.head_version}` : "";
-  return h("section", { key: "versions", "aria-labelledby": "h-versions" },
+  const held =
+    weights && weights.head_version >= 0
+      ? `${weights.held_count} held${weights.held_bytes === null ? "" : `, ${bytes(weights.held_bytes)}`} · head ${weights.head_version}`
+      : "";
+  return h(
+    "section",
+    { key: "versions", "aria-labelledby": "h-versions" },
     head("h-versions", "Versions", held),
-    h("div.panel", null,
-      table("versions", versionColumns(holders, run.head_version), rows, { key: (row) => `${row.version} ${row.kind}`, label: "Versions", mark: (row) => ({ "data-version": row.version }) }),
+    h(
+      "div.panel",
+      null,
+      table("versions", versionColumns(holders, run.head_version), rows, {
+        key: (row) => `${row.version} ${row.kind}`,
+        label: "Versions",
+        mark: (row) => ({ "data-version": row.version }),
+      }),
       rows.length === 0 && h("p.empty", { id: "no-weights" }, "Nothing published yet."),
-      older.length > 0 && h("p.pad.faint", null, "On older ones: ", older.map((worker) => `${worker.worker_id} (v${worker.active_version})`).join(", "))));
+      older.length > 0 &&
+        h(
+          "p.pad.faint",
+          null,
+          "On older ones: ",
+          older.map((worker) => `${worker.worker_id} (v${worker.active_version})`).join(", "),
+        ),
+    ),
+  );
 }
 
 const versionColumns = (holders, headVersion) => [
-  { name: "Version", num: false, width: "minmax(0, .7fr)", cell: (row) => [h("b", null, row.version), row.version === headVersion && h("small", null, "head")] },
+  {
+    name: "Version",
+    num: false,
+    width: "minmax(0, .7fr)",
+    cell: (row) => [h("b", null, row.version), row.version === headVersion && h("small", null, "head")],
+  },
   { name: "Kind", width: "minmax(0, .8fr)", cell: (row) => row.kind },
   { name: "Size", num: true, cell: (row) => bytes(row.payload_bytes) },
-  { name: "Of dense", num: true, cell: (row) => (row.dense_bytes ? percent(row.payload_bytes / row.dense_bytes) : "–") },
+  {
+    name: "Of dense",
+    num: true,
+    cell: (row) => (row.dense_bytes ? percent(row.payload_bytes / row.dense_bytes) : "–"),
+  },
   { name: "Changed", num: true, cell: (row) => (typeof row.density === "number" ? percent(row.density) : "–") },
-  { name: "B/change", hint: "Bytes for every changed element", num: true, cell: (row) => (typeof row.bytes_per_changed === "number" ? row.bytes_per_changed.toFixed(2) : "–") },
+  {
+    name: "B/change",
+    hint: "Bytes for every changed element",
+    num: true,
+    cell: (row) => (typeof row.bytes_per_changed === "number" ? row.bytes_per_changed.toFixed(2) : "–"),
+  },
   { name: "Behind", num: true, cell: (row) => Math.max(0, headVersion - row.version) },
   { name: "Held by", width: "minmax(0, 2.4fr)", cell: (row) => holdersOf(row, holders) },
 ];
@@ -239,5 +339,9 @@ const versionColumns = (holders, headVersion) => [
 function holdersOf(row, holders) {
   const found = holders.filter((worker) => worker.active_version === row.version).map((worker) => worker.worker_id);
   const shown = found.slice(0, 6).join(", ");
-  return found.length ? [`${count(found.length)}: ${shown}${found.length > 6 ? ", …" : ""}`] : row.holder_count ? `${row.holder_count} said so` : "–";
+  return found.length
+    ? [`${count(found.length)}: ${shown}${found.length > 6 ? ", …" : ""}`]
+    : row.holder_count
+      ? `${row.holder_count} said so`
+      : "–";
 }

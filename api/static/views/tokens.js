@@ -7,7 +7,13 @@ const CHUNK = 1500; // tokens of a piece that are shown, and added at a time
 const TONES = 6; // of workers and versions; then they begin again, and labels tell them apart
 const LOG_STEPS = [-0.1, -0.7, -2, -4]; // from surely to hardly expected
 
-export const MODES = [["mask", "who made it"], ["worker", "worker"], ["version", "policy version"], ["logprob", "log-probability"], ["none", "no colour"]];
+export const MODES = [
+  ["mask", "who made it"],
+  ["worker", "worker"],
+  ["version", "policy version"],
+  ["logprob", "log-probability"],
+  ["none", "no colour"],
+];
 
 /** Draws pieces into an element that it owns. say(facts): called with the token under pointer or focus. */
 export class Tokens {
@@ -19,7 +25,10 @@ export class Tokens {
     this.areIds = false;
     this.rows = []; // one a piece: {root, body, piece, depth, filled, shown}
     this.names = { worker: [], version: [] };
-    this.seen = new IntersectionObserver((found) => found.forEach((each) => each.isIntersecting && this.#fill(each.target.row)), { rootMargin: "800px" });
+    this.seen = new IntersectionObserver(
+      (found) => found.forEach((each) => each.isIntersecting && this.#fill(each.target.row)),
+      { rootMargin: "800px" },
+    );
     this.element.addEventListener("pointerover", (event) => this.#point(event.target));
     this.element.addEventListener("click", (event) => this.#point(event.target));
   }
@@ -53,7 +62,10 @@ export class Tokens {
   }
 
   #note(span) {
-    for (const [kind, value] of [["worker", span.worker_id], ["version", span.policy_version]]) {
+    for (const [kind, value] of [
+      ["worker", span.worker_id],
+      ["version", span.policy_version],
+    ]) {
       if (!this.names[kind].includes(value)) this.names[kind].push(value);
     }
   }
@@ -76,11 +88,18 @@ export class Tokens {
     root.dataset.kind = piece.kind;
     root.dataset.piece = index;
     const isBranch = piece.parent >= 0 && piece.parent !== index - 1;
-    const kind = { prompt: "prompt", turn: `turn ${piece.turn}`, observation: `environment, after turn ${piece.turn}` }[piece.kind];
-    const words = [kind, `${piece.ids.length.toLocaleString("en")} tokens`];
-    if (isBranch) words.push(`branches off piece ${piece.parent + 1}${pieces[piece.parent] ? ` (${pieces[piece.parent].kind})` : ""}`);
+    const kind = { prompt: "prompt", turn: `turn ${piece.turn}`, observation: `environment, after turn ${piece.turn}` }[
+      piece.kind
+    ];
+    const words = [kind, piece.ids.length === 1 ? "1 token" : `${piece.ids.length.toLocaleString("en")} tokens`];
+    if (isBranch)
+      words.push(
+        `branches off piece ${piece.parent + 1}${pieces[piece.parent] ? ` (${pieces[piece.parent].kind})` : ""}`,
+      );
     if (piece.is_running) words.push("being made now");
-    head.replaceChildren(...words.map((text, place) => Object.assign(document.createElement(place ? "span" : "b"), { textContent: text })));
+    head.replaceChildren(
+      ...words.map((text, place) => Object.assign(document.createElement(place ? "span" : "b"), { textContent: text })),
+    );
   }
 
   /** Have a piece filled anew: at once if it was, else when it comes near. */
@@ -99,7 +118,9 @@ export class Tokens {
     body.style.minHeight = "";
     const end = Math.min(row.shown, piece.ids.length);
     const parts = document.createDocumentFragment();
-    const spans = piece.spans.length ? piece.spans : [{ start: 0, end: piece.ids.length, worker_id: null, policy_version: null }];
+    const spans = piece.spans.length
+      ? piece.spans
+      : [{ start: 0, end: piece.ids.length, worker_id: null, policy_version: null }];
     let place = 0;
     for (const span of spans) {
       if (span.start >= end) break;
@@ -138,7 +159,8 @@ export class Tokens {
   #tone(piece, place, span) {
     if (this.mode === "mask") return piece.logprobs ? "own" : "given";
     if (this.mode === "worker" && span?.worker_id) return `n${this.names.worker.indexOf(span.worker_id) % TONES}`;
-    if (this.mode === "version" && span && span.policy_version !== null) return `n${this.names.version.indexOf(span.policy_version) % TONES}`;
+    if (this.mode === "version" && span && span.policy_version !== null)
+      return `n${this.names.version.indexOf(span.policy_version) % TONES}`;
     if (this.mode === "logprob" && piece.logprobs) return `p${stepOf(piece.logprobs[place])}`;
     return null;
   }
@@ -149,22 +171,41 @@ export class Tokens {
     const place = Number(target.dataset.place);
     const span = piece.spans.find((each) => each.start <= place && place < each.end);
     const logprob = piece.logprobs?.[place];
-    this.say([
-      piece.tokens.length ? JSON.stringify(piece.tokens[place]) : "no text",
-      `id ${piece.ids[place]}`,
-      `place ${place} of ${piece.kind}${piece.turn === null ? "" : ` ${piece.turn}`}`,
-      piece.logprobs ? "made by the policy (mask 1)" : "given (mask 0)",
-      logprob === undefined ? null : typeof logprob === "number" ? `log-probability ${logprob.toFixed(4)}, probability ${(100 * Math.exp(logprob)).toPrecision(3)} %` : `log-probability ${logprob}`,
-      span ? `worker ${span.worker_id}, version ${span.policy_version}` : null,
-    ].filter(Boolean).join(" · "));
+    this.say(
+      [
+        piece.tokens.length ? JSON.stringify(piece.tokens[place]) : "no text",
+        `id ${piece.ids[place]}`,
+        `place ${place} of ${piece.kind}${piece.turn === null ? "" : ` ${piece.turn}`}`,
+        piece.logprobs ? "made by the policy (mask 1)" : "given (mask 0)",
+        logprob === undefined
+          ? null
+          : typeof logprob === "number"
+            ? `log-probability ${logprob.toFixed(4)}, probability ${(100 * Math.exp(logprob)).toPrecision(3)} %`
+            : `log-probability ${logprob}`,
+        span ? `worker ${span.worker_id}, version ${span.policy_version}` : null,
+      ]
+        .filter(Boolean)
+        .join(" · "),
+    );
   }
 
   /** What the colours mean now: [tone, words]. */
   legend() {
-    if (this.mode === "mask") return [["own", "the policy made it (mask 1, underlined)"], ["given", "prompt or environment (mask 0)"]];
-    if (this.mode === "logprob") return ["surely", "likely", "unsure", "unlikely", "hardly"].map((words, step) => [`p${step}`, `${words}: ${rangeOf(step)}`]);
+    if (this.mode === "mask")
+      return [
+        ["own", "the policy made it (mask 1, underlined)"],
+        ["given", "prompt or environment (mask 0)"],
+      ];
+    if (this.mode === "logprob")
+      return ["surely", "likely", "unsure", "unlikely", "hardly"].map((words, step) => [
+        `p${step}`,
+        `${words}: ${rangeOf(step)}`,
+      ]);
     if (this.mode === "none") return [];
-    return this.names[this.mode].map((value, index) => [`n${index % TONES}`, this.mode === "version" ? `version ${value}` : value]);
+    return this.names[this.mode].map((value, index) => [
+      `n${index % TONES}`,
+      this.mode === "version" ? `version ${value}` : value,
+    ]);
   }
 }
 
@@ -176,7 +217,9 @@ const stepOf = (logprob) => {
 function rangeOf(step) {
   const percent = (logprob) => `${(100 * Math.exp(logprob)).toPrecision(2)} %`;
   if (step === 0) return `over ${percent(LOG_STEPS[0])}`;
-  return step === LOG_STEPS.length ? `under ${percent(LOG_STEPS.at(-1))}` : `${percent(LOG_STEPS[step])} to ${percent(LOG_STEPS[step - 1])}`;
+  return step === LOG_STEPS.length
+    ? `under ${percent(LOG_STEPS.at(-1))}`
+    : `${percent(LOG_STEPS[step])} to ${percent(LOG_STEPS[step - 1])}`;
 }
 
 function label(words) {
@@ -191,6 +234,7 @@ function depthsOf(pieces) {
   const children = new Map();
   for (const piece of pieces) children.set(piece.parent, (children.get(piece.parent) ?? 0) + 1);
   const depths = [];
-  for (const piece of pieces) depths.push(piece.parent < 0 ? 0 : (depths[piece.parent] ?? 0) + (children.get(piece.parent) > 1 ? 1 : 0));
+  for (const piece of pieces)
+    depths.push(piece.parent < 0 ? 0 : (depths[piece.parent] ?? 0) + (children.get(piece.parent) > 1 ? 1 : 0));
   return depths;
 }
