@@ -14,8 +14,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Security
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, FastAPI, Request, Security
+from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 
@@ -42,6 +42,7 @@ __all__ = ["ApiConfig", "make_app"]
 log = logging.getLogger(__name__)
 
 STATIC = Path(__file__).resolve().parent / "static"
+VIEWS = ("/", "/runs/{names:path}", "/workers", "/serving", "/dead", "/events")  # open in access/auth.py, too
 DESCRIPTION = "Runs, workers, leases and weights of a rollout fabric: to watch, and to lend GPUs or take them back."
 ERRORS: dict[int | str, dict[str, Any]] = {
     422: {"model": Problem, "description": "Bad input"},
@@ -93,12 +94,17 @@ def make_app(
 
 
 def _pages() -> APIRouter:
-    """/ and /docs: the live page, and the page that documents the api; files of ours, nothing from elsewhere."""
+    """The live page, at the address of each of its views, and the page that documents the api; all of it is ours."""
     routes = APIRouter(include_in_schema=False)
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
 
-    @routes.get("/")
-    async def index() -> FileResponse:
-        return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")
+    async def view(request: Request) -> HTMLResponse:
+        """Answer the page; what it loads is as many levels up as its address is deep, whatever prefix a proxy adds."""
+        path = request.scope.get("raw_path") or request.url.path.encode()  # raw: a name may hold a slash
+        return HTMLResponse(page.replace("{up}", "../" * (path.count(b"/") - 1)))
+
+    for address in VIEWS:
+        routes.add_api_route(address, view)
 
     @routes.get("/docs")
     async def docs() -> FileResponse:

@@ -20,8 +20,11 @@ from .keys import place_among
 from .problems import problem
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
-OPEN_PATHS = frozenset({"/", "/docs", "/openapi.json", "/healthz", "/readyz"})
-OPEN_PREFIX = "/static/"
+OPEN_PATHS = frozenset(
+    {"/", "/workers", "/serving", "/dead", "/events"}  # views of the live page, which holds no data
+    | {"/docs", "/openapi.json", "/healthz", "/readyz"}
+)
+OPEN_PREFIXES = ("/static/", "/runs/")
 FORWARDED = frozenset(  # by which proxies say that they pass on, and for whom
     {
         "forwarded",
@@ -85,7 +88,7 @@ class Guard:
         if not self._config.has_keys:
             return self._stranger(headers) or _forwarded(headers) or (None if is_reading else _foreign_page(headers))
         is_about_a_run = path == "/readyz" and has_query  # its answer tells of runs
-        if is_reading and not is_about_a_run and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX)):
+        if is_reading and not is_about_a_run and (path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)):
             return None
         return self._right(is_reading, headers.get("authorization", ""))
 

@@ -1,7 +1,10 @@
-// Talking to the api: one place for the key, timeouts and errors.
+// Talking to the api: one place for addresses, the key, timeouts and errors.
 
 const KEY = "rollfab.key";
 const TIMEOUT_MS = 6000;
+
+/** Where the page lives, behind whatever prefix a proxy gives it: this file's folder's parent. */
+export const ROOT = new URL("../", import.meta.url);
 
 export class ApiError extends Error {
   /** status 0: the api itself did not answer. */
@@ -23,15 +26,26 @@ export function takeKey() {
   return true;
 }
 
-async function ask(path, options = {}) {
+/** The address of a place below v1: each part is one name, whatever is in it; undefined wishes are left out. */
+export function at(parts, wishes = {}) {
+  const query = new URLSearchParams(
+    Object.entries(wishes).filter(([, value]) => value !== undefined && value !== null),
+  );
+  return `v1/${parts.map(encodeURIComponent).join("/")}${query.size ? `?${query}` : ""}`;
+}
+
+async function send(path, options) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
-  let answer;
   try {
-    answer = await fetch(path, { ...options, headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
+    return await fetch(new URL(path, ROOT), { ...options, headers, cache: "no-store" });
   } catch (error) {
     throw new ApiError(0, error.name === "TimeoutError" ? "it did not answer within 6 s" : "it cannot be reached");
   }
+}
+
+export async function ask(path, options = {}) {
+  const answer = await send(path, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
   let body = null;
   try {
     body = await answer.json();
@@ -42,16 +56,26 @@ async function ask(path, options = {}) {
   return body;
 }
 
-export const readStatus = () => ask("v1/status");
+export const tell = (path, body) =>
+  ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
 
-export const readDeadLetters = (runId) => ask(`v1/runs/${encodeURIComponent(runId)}/dead-letters?count=50`);
+/** Server-sent events after an id, each as soon as it comes, until `signal`; a key fits into no EventSource. */
+export async function follow(after, signal, take) {
+  const answer = await send(at(["events"], { after }), { signal });
+  if (!answer.ok) throw new ApiError(answer.status, (await answer.json()).message);
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const messages = (rest + value).split("\n\n");
+    rest = messages.pop();
+    const lines = messages.map((message) => message.split("\n").find((line) => line.startsWith("data: ")));
+    const events = lines.filter(Boolean).map((line) => JSON.parse(line.slice(6)));
+    if (events.length) take(events);
+  }
+}
 
-export const readSharing = () => ask("v1/sharing");
+// ---------------------------------------------------------------- addresses of views
 
-/** mode: on, observe or off; bounds and hours stay as they are. */
-export const lend = (workerId, mode) =>
-  ask(`v1/workers/${encodeURIComponent(workerId)}/lend`, {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify({ mode }),
-  });
+export const runHref = (runId) => `${ROOT.href}runs/${encodeURIComponent(runId)}`;
+export const trajectoryHref = (runId, id) => `${runHref(runId)}/trajectories/${encodeURIComponent(id)}`;

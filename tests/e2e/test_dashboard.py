@@ -87,6 +87,7 @@ async def test_why_a_run_stands_is_on_its_card_with_the_next_step(api: ApiWorld,
     await page.wait_text(f"{CARD} [data-f=cause]", "w1: <b>out of memory</b>")
     # And a worker that is well says what it waits for
     await api.beat("w1", "dedicated", model="tiny", slot_count=8, waits_for="a lease")
+    await page.click("#nav a[href$=workers]")
     await page.wait_text("[data-worker=w1] [data-f=waits_for]", "waits for a lease")
     assert page.complaints() == []
 
@@ -97,7 +98,7 @@ async def test_rows_that_cannot_be_read_are_on_the_page_as_text_with_what_remove
     # Given a page of a fabric of which every row can be read
     page = await browser.open(api.url)
     await page.wait_text("#state", "live")
-    assert await page.evaluate("document.getElementById('bad-rows').hidden")
+    assert await page.text("#bad-rows") is None
     # When somebody writes a run that is none, under a name that is HTML
     with Redis.from_url(broker_url) as redis:
         redis.hset(keys.RUNS, "<b>bad</b>\x1b", b"<i>rubbish</i>")
@@ -105,7 +106,7 @@ async def test_rows_that_cannot_be_read_are_on_the_page_as_text_with_what_remove
         row = "[data-table=runs]"
         await page.wait_text(f"{row} [data-f=row]", "<b>bad</b>\\x1b")
         await page.wait_text(f"{row} [data-f=step]", "rollfab rows rm -- runs '<b>bad</b>\\x1b'")
-        assert await page.evaluate("document.querySelector('#bad-rows td b, #bad-rows td i') === null")
+        assert await page.evaluate("document.querySelector('#bad-rows [data-f] b, #bad-rows [data-f] i') === null")
         # And it is gone when it is removed
         (bad,) = (await api.fabric.board.survey()).bad_rows
         assert await api.fabric.board.remove_row(bad)
@@ -114,29 +115,43 @@ async def test_rows_that_cannot_be_read_are_on_the_page_as_text_with_what_remove
     assert page.complaints() == []
 
 
-async def test_the_switch_on_the_page_lends_and_takes_back(api: ApiWorld, browser: Browser) -> None:
-    await api.beat("serving-1", "serving", slot_count=8)
-    page = await browser.open(api.url)
+async def test_the_switch_on_the_page_lends_after_a_second_look_takes_back_at_once_and_can_be_undone(
+    api: ApiWorld, browser: Browser
+) -> None:
+    await api.beat("serving-1", "serving", slot_count=8, running_count=3)
+    page = await browser.open(f"{api.url}serving")
     await page.wait_text(f"{WORKER} [data-f=limit]", "observe")
 
     async def said() -> dict[str, str]:
         return {name: setting.mode for name, setting in (await api.fabric.board.lends()).items()}
 
+    # When lending is looked at and left, nothing is said; when it is confirmed, with two clicks, it is said once
     await page.click(f"{WORKER} [data-f=lend]")
+    await page.wait_text("#ask", "1 serving worker, 8 slots; 3 turns run there now")
+    await page.click("#ask button[type=button]")
+    assert await said() == {}
+    await page.click(f"{WORKER} [data-f=lend]")
+    await page.evaluate("document.querySelector('#ask-go').click(), document.querySelector('#ask-go').click()")
     await page.wait_text(f"{WORKER} [data-f=limit]", "on")
+    await page.wait_text("#toast", "serving-1 lends, said by api")
     assert await said() == {"serving-1": "on"}
-    await page.wait_text("#events", "lend.switched")
-
+    await page.wait_text("#switched", "lend.switched")
+    # The way out is one click, on every view, and so is the way back
+    await page.click("#nav a[href$=events]")
     await page.click("#lend-all-off")
-    await page.wait_text(f"{WORKER} [data-f=limit]", "off")
-    await page.wait_text(f"{WORKER} [data-f=why]", "all serving workers: off")
+    await page.wait_text("#toast", "Every serving worker was taken back")
     assert await said() == {"serving-1": "on", "*": "off"}
-
-    await page.click("#lend-all-on")
-    await page.wait_text(f"{WORKER} [data-f=limit]", "on")
+    await page.click("#undo")
+    await page.wait_text("#toast", "Every serving worker is as before")
+    assert await said() == {"serving-1": "on"}
+    await page.click("#nav a[href$=serving]")
     await page.click(f"{WORKER} [data-f=lend_observe]")
     await page.wait_text(f"{WORKER} [data-f=limit]", "observe")
     await page.click(f"{WORKER} [data-f=lend_off]")
+    await page.wait_text(f"{WORKER} [data-f=limit]", "off")
+    await page.click("#lend-all-on")
+    await page.click("#ask-go")
+    await page.wait_text("#toast", "Every serving worker lends")
     await page.wait_text(f"{WORKER} [data-f=limit]", "off")
     assert await said() == {"serving-1": "off", "*": "on"}
     assert page.complaints() == []
@@ -147,16 +162,18 @@ async def test_what_a_guard_does_and_what_sharing_costs_and_gives_is_on_the_page
 ) -> None:
     # Given a page of a worker without a guard
     await api.beat("serving-1", "serving", slot_count=8)
-    page = await browser.open(api.url)
+    page = await browser.open(f"{api.url}serving")
     await page.wait_text(f"{WORKER} [data-f=limit]", "observe")
-    assert await page.evaluate("document.getElementById('sharing').hidden")
+    assert await page.text("#sharing") is None
     # When it has one, that has something to say
     guard = {"guard_state": "narrow", "guard_reason": "a burst <b>", "open_fraction": 0.5, "headroom_fraction": 0.25}
     await api.beat("serving-1", "serving", slot_count=8, probe="vllm", **guard)
     await api.fabric.board.set_lend("serving-1", LendSetting(mode="on", slot_count_max=3, compute_fraction_max=0.3))
     alone = {"request_count": 10, "ttft_ms_p99": 40.0, "attained_fraction": 1.0}
     shared = {"request_count": 30, "ttft_ms_p99": 42.0, "attained_fraction": 0.9}
-    report = SharingReport(worker_id="serving-1", alone=alone, shared=shared, violation_count=3, token_count=777)
+    shared |= {"ttft_ms_p99_low": 41.0, "ttft_ms_p99_high": 49.0}
+    slo = {"ttft_slo_ms": 41.5, "violation_count": 3}
+    report = SharingReport(worker_id="serving-1", alone=alone, shared=shared, token_count=777, **slo)
     await api.fabric.board.set_sharing(report)
     term = await api.fabric.board.lead("c1", 1000)
     row = PlanRow(worker_id="serving-1", role="serving", slot_count=0, run_id=None, reason="dedicated are enough")
@@ -169,14 +186,20 @@ async def test_what_a_guard_does_and_what_sharing_costs_and_gives_is_on_the_page
     await page.wait_text(f"{WORKER} [data-f=limit]", "max 3")
     await page.wait_text(f"{WORKER} [data-f=why]", "30 % of compute")
     await page.wait_text("#sharing-totals", "90 % within objectives · 3 beyond · TTFT P99 +5.0 %")
-    await page.wait_text("[data-sharing=serving-1] td:nth-child(6)", "42.0 ms (+5.0 %)")
-    await page.wait_text("[data-sharing=serving-1] td:nth-child(9)", "777")
+    await page.wait_text("[data-sharing=serving-1] [data-f=ttft]", "42.0 ms (+5.0 %)")
+    await page.wait_text("[data-sharing=serving-1] td:nth-child(4)", "41 ms to 49 ms")
+    await page.wait_text("[data-sharing=serving-1] td:nth-child(4)", "beyond the objective of 42 ms")
+    await page.wait_text("[data-sharing=serving-1] [data-f=harvested]", "777")
+    # And the overview says the share and the margin
+    await page.click("#nav a")
+    await page.wait_text("#tiles [data-f=margin]", "25 %")
+    await page.wait_text("#view", "90 % within objectives")
     assert page.complaints() == []
 
 
 async def test_a_worker_s_engine_and_its_sleep_are_on_the_page(api: ApiWorld, browser: Browser) -> None:
     await api.beat("serving-1", "serving", state="asleep", engine="vllm 0.32.0", wake_ms=1500, prefix_hit_fraction=0.25)
-    page = await browser.open(api.url)
+    page = await browser.open(f"{api.url}workers")
     await page.wait_text(f"{WORKER} [data-f=engine]", "vllm 0.32.0")
     await page.wait_text(f"{WORKER} [data-f=state]", "asleep")
     await page.wait_text(f"{WORKER} [data-f=rest]", "woke in 1.5 s")
@@ -190,9 +213,9 @@ async def test_a_worker_that_disagrees_with_the_trainer_is_marked_by_name(api: A
     # Given two workers that sampled the same policy version, and a page without a word of it
     for name in ("dedicated-1", "serving-1"):
         await api.beat(name, "dedicated", slot_count=8)
-    page = await browser.open(api.url)
+    page = await browser.open(f"{api.url}runs/r1")
     await page.wait_text(f"{CARD} [data-f=name]", "r1")
-    assert await page.evaluate(f"document.querySelector('{CARD} [data-f=agreement]').hidden")
+    assert await page.text(f"{CARD} [data-f=agreement]") is None
     # When the trainer compares their log-probabilities with its own, and one is off
     groups = [Group(group_id="g1", task_id="t1", rollouts=tuple(map(said_by, ("dedicated-1", "serving-1"))))]
     run = AsyncRun(api.fabric, RUN)
@@ -202,17 +225,19 @@ async def test_a_worker_that_disagrees_with_the_trainer_is_marked_by_name(api: A
     await page.wait_text(f"{CARD} [data-f=agree_mean]", "0.13")
     await page.wait_text(f"{CARD} [data-f=agree_max]", "0.50")
     await page.wait_text(f"{CARD} [data-f=alarm]", "worker serving-1 disagrees with the trainer at version 4")
+    marked = "[...document.querySelectorAll('tr.over')].map((row) => row.dataset.agreement)"
+    assert await page.evaluate(marked) == ["serving-1"]
+    await page.click("#nav a")
+    await page.wait_text(f"{CARD} [data-f=alarm]", "worker serving-1 disagrees")
     await page.wait_text("#events", "agreement.alarm")
-    assert await page.evaluate("[...document.querySelectorAll('tr.over')].map((row) => row.dataset.agreement)") == [
-        "serving-1"
-    ]
-    shown = "[...document.querySelectorAll('#workers [data-f=disagrees]')].filter((each) => !each.hidden).length"
-    assert await page.evaluate(shown) == 1
-    assert await page.evaluate(f"!document.querySelector('{WORKER} [data-f=disagrees]').hidden")
+    await page.click("#nav a[href$=workers]")
+    await page.wait_text(f"{WORKER} [data-f=disagrees]", "log-probabilities disagree")
+    assert await page.evaluate("document.querySelectorAll('#workers [data-f=disagrees]').length") == 1
     # When they agree again; then the marks go
     await run.compare(groups, [np.array([-1.0, -2.0])] * 2, version=4, rule=FLOAT32)
+    await page.wait_gone(f"{WORKER} [data-f=disagrees]")
+    await page.evaluate("history.go(-2)")
     await page.wait_text(f"{CARD} [data-f=agree_state]", "agree")
-    assert await page.evaluate(shown) == 0
     assert page.complaints() == []
 
 
@@ -231,14 +256,16 @@ async def test_what_weights_are_held_and_who_is_behind_is_on_the_page(api: ApiWo
         pause_ms=1.5,
         weights_note="no cache to keep",
     )
-    page = await browser.open(api.url)
-    # Then the run says head, size and lag, and the worker its own
-    row = "[data-weights=r1]"
-    for column, shown in ((2, "1"), (3, "delta"), (6, "0.5 %"), (9, "v0 × 1"), (10, "1")):
-        await page.wait_text(f"{row} td:nth-child({column})", shown)
+    page = await browser.open(f"{api.url}runs/r1")
+    # Then the run says head, sizes, lag and who holds what, and the worker its own
+    for version, column, shown in ((1, 1, "head"), (1, 2, "delta"), (1, 5, "0.5 %"), (0, 7, "1"), (0, 8, "serving-1")):
+        await page.wait_text(f"[data-version='{version}'] td:nth-child({column})", shown)
+    await page.click("#nav a[href$=workers]")
     await page.wait_text(f"{WORKER} [data-f=behind]", "1 behind")
     await page.wait_text(f"{WORKER} [data-f=pause]", "250 ms + 1.5 ms pause")
     await page.wait_text(f"{WORKER} [data-f=weights_note]", "no cache to keep")
+    await page.click("#nav a")
+    await page.wait_text("#tiles [data-f=lag]", "1")
     assert page.complaints() == []
 
 
@@ -255,10 +282,11 @@ async def test_dead_letters_open_with_their_traceback(api: ApiWorld, browser: Br
     await api.bury(claim, "environment raised <b>ValueError</b>")
     page = await browser.open(api.url)
     await page.wait_text(f"{CARD} [data-f=dead_count]", "1")
-    await page.click(f"{CARD} [data-f=dead_count]")
-    await page.wait_text("#dead-dialog summary", "environment raised <b>ValueError</b>")
-    await page.click("#dead-dialog summary")
-    await page.wait_text("#dead-dialog pre", "Traceback: line 1")
+    await page.click(f"{CARD} [data-f=dead_count] a")
+    await page.click("details.cause summary")
+    await page.wait_text("[data-letter] [data-f=reason]", "environment raised <b>ValueError</b>")
+    await page.click("[data-letter] summary")
+    await page.wait_text("[data-letter] pre", "Traceback: line 1")
 
 
 async def test_a_page_with_nothing_to_show_says_what_to_do(broker_url: str, browser: Browser) -> None:
@@ -288,13 +316,13 @@ async def test_a_broker_and_an_api_that_vanish_are_told_apart(browser: Browser) 
 async def test_a_locked_api_asks_for_a_key_and_a_read_key_cannot_lend(broker_url: str, browser: Browser) -> None:
     async with running_api(broker_url, read_keys=("a-key-that-may-read-only",)) as api:
         await api.beat("serving-1", "serving", slot_count=8)
-        page = await browser.open(api.url)
+        page = await browser.open(f"{api.url}serving")
         await page.wait_text("#key-dialog", "Key needed")
-        assert await page.text(CARD) is None
+        assert await page.text(WORKER) is None
         await page.type("#key-input", "a-key-that-may-read-only")
         await page.click("#key-dialog button.main")
-        await page.wait_text(f"{CARD} [data-f=name]", "r1")
         await page.click(f"{WORKER} [data-f=lend]")
+        await page.click("#ask-go")
         await page.wait_text("#toast", "use a control key")
         assert await api.fabric.board.lends() == {}
 
@@ -305,12 +333,12 @@ async def test_a_key_in_the_address_opens_the_page_and_leaves_the_address_bar(
     first, second = new_key(), new_key()
     async with running_api(broker_url, control_keys=(first, second)) as api:
         await api.beat("serving-1", "serving", slot_count=8)
-        page = await browser.open(f"{api.url}#key={first}")
+        page = await browser.open(f"{api.url}serving#key={first}")
         # Then it reads and acts, and the key is in the tab's storage alone
-        await page.wait_text(f"{CARD} [data-f=name]", "r1")
         await page.click(f"{WORKER} [data-f=lend]")
+        await page.click("#ask-go")
         await page.wait_text(f"{WORKER} [data-f=limit]", "on")
-        assert await page.evaluate("location.href") == api.url
+        assert await page.evaluate("location.href") == f"{api.url}serving"
         assert await page.evaluate("sessionStorage.getItem('rollfab.key')") == first
         assert await page.evaluate("history.length") <= 2  # about:blank, and this
         assert await page.evaluate("localStorage.length + document.cookie.length") == 0
@@ -320,7 +348,7 @@ async def test_a_key_in_the_address_opens_the_page_and_leaves_the_address_bar(
         await page.evaluate(f"location.hash = '#key={second}'")
         taken = f"sessionStorage.getItem('rollfab.key') === '{second}'"
         await page.evaluate(f"new Promise((done) => setInterval(() => {taken} && done(true), 20))")
-        assert await page.evaluate("location.href") == api.url
+        assert await page.evaluate("location.href") == f"{api.url}serving"
         assert page.complaints() == []
 
 

@@ -229,7 +229,7 @@ async def painted(url: str) -> dict[str, float]:
         async with open_browser(Path(profile)) as browser:
             start_s = time.perf_counter()
             page = await browser.open(url)
-            await page.wait_text("h1", "rollfab")  # its document is there
+            await page.wait_text(".brand", "rollfab")  # its document is there
             await page.evaluate(f"new Promise(done => {{ setInterval(() => {LIVE} && done(), 10); }})")
             live_ms = (time.perf_counter() - start_s) * 1000
             return {"paint": float(await page.evaluate(PAINTS)), "live": live_ms}

@@ -92,7 +92,7 @@ async def running_api(
     async with await RedisFabric.open(broker_url, client_name="tests", patience_s=0.5) as fabric:
         await fabric.board.create_run(RUN)
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-        config = ApiConfig(port=0, **settings)
+        config = ApiConfig(**{"port": 0, **settings})
         serving = asyncio.create_task(serve(fabric, config, stop, training=training, on_ready=ready.set_result))
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         assert not serving.done(), serving.exception()
