@@ -29,11 +29,11 @@ from .access.problems import install_problems
 from .reading.events import EventTail
 from .reading.status import Ports, StatusReader
 from .reading.weights import WeightReader
-from .routes import events, health, lending, read
+from .routes import dead, events, health, lending, read
 from .routes.context import Context
 from .schemas.answers import Problem
+from .schemas.base import all_requests
 from .schemas.lending import LendRequest
-from .schemas.training import all_requests
 
 __all__ = ["ApiConfig", "make_app"]
 
@@ -77,7 +77,7 @@ def make_app(
         else [],  # says so in the documentation
     )
     app.state.context = context
-    for routes in (health, read, events, lending):
+    for routes in (health, read, dead, events, lending):
         app.include_router(routes.router(context))
     if training is not None:
         app.include_router(training)

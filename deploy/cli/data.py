@@ -1,4 +1,4 @@
-"""`rollfab submit`, `consume`, `dead`: work in and out, from the shell."""
+"""`rollfab submit` and `consume`: work in and out, from the shell."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from ...fabric.contract.errors import InputError, NothingMoves, WireError
-from ...fabric.contract.ids import new_group_id, trajectory_id
-from ...fabric.contract.records import DeadLetter, Group, RunConfig, TrajectoryJob
-from ...fabric.contract.text import counted, one_line
+from ...fabric.contract.records import Group
+from ...fabric.contract.text import counted
 from ...fabric.contract.wire import dump_json, load_json
-from ...fabric.opened import RedisFabric
-from ...fabric.ports.queue import GroupPush
-from ...fabric.rules.queue.push import no_such_run
 from ...trainer.client import connect
 from ...trainer.files import check_new, group_row, write_groups
 from ...trainer.groups import TAKEOVER_S
 from .options import AsJson, Url, need_url
 from .printing import show, show_json
 from .speech import say_nothing
-from .status import with_ports
 
 PEEK_COUNT = 10
 OUTPUT_COUNT = 1000  # groups of a file: its reader and its writer hold them in hand until it is whole
@@ -32,7 +27,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     _register_submit(app)
     _register_consume(app)
-    _register_dead(app)
 
 
 def _register_submit(app: typer.Typer) -> None:
@@ -152,80 +146,3 @@ def _task(line: bytes, number: int) -> dict[str, Any]:
     if not isinstance(task, dict):
         raise InputError(f"line {number} is {type(task).__name__}, expected a JSON object")
     return task
-
-
-def _register_dead(app: typer.Typer) -> None:
-    dead = typer.Typer(no_args_is_help=True, help="Trajectories that were given up.")
-    app.add_typer(dead, name="dead")
-
-    @dead.command("ls")
-    def list_dead(run: Annotated[str, typer.Option(help="The run.")], url: Url = None, json: AsJson = False) -> None:
-        """List dead letters: which trajectory, and why."""
-        letters = with_ports(need_url(url), lambda ports: _letters(ports, run))
-        if json:
-            rows = [{"trajectory_id": each.trajectory_id, "reason": each.reason} for each in letters]
-            show_json(rows)
-            return
-        if not letters:
-            say_nothing(f"run {run} has no dead letters: none of its trajectories was given up")
-        for letter in letters:
-            show(f"{one_line(letter.trajectory_id)}  attempt {letter.attempt + 1}  {one_line(letter.reason)}")
-
-    @dead.command("show")
-    def show_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
-        """Show one dead letter with its task and traceback."""
-        letter = _find(with_ports(need_url(url), lambda ports: _letters(ports, run)), trajectory)
-        show(f"{one_line(letter.trajectory_id)}: {one_line(letter.reason)}")
-        show(f"task: {one_line(dump_json(letter.job.get('task')).decode())}\n{letter.traceback}")
-
-    _register_discard(dead)
-
-    @dead.command("retry")
-    def retry_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
-        """Push a dead letter's task again, as a new group of one."""
-
-        async def work(ports: RedisFabric) -> str:
-            letter = _find(await _letters(ports, run), trajectory)
-            if not letter.job:
-                raise InputError(f"{trajectory} cannot be tried again, its job was not readable; discard it")
-            group_id = new_group_id()
-            job = TrajectoryJob(
-                **{**letter.job, "trajectory_id": trajectory_id(group_id, 0), "group_id": group_id, "index": 0}
-            )
-            rollouts = ports.rollouts(await _run(ports, run))
-            await rollouts.push([GroupPush(group_id=group_id, task_id=job.task_id, task=job.task, jobs=(job,))])
-            await rollouts.discard(trajectory)
-            return group_id
-
-        show(f"pushed again as group {with_ports(need_url(url), work)}")
-
-
-def _register_discard(dead: typer.Typer) -> None:
-    @dead.command("discard")
-    def discard_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
-        """Forget a dead letter."""
-
-        async def work(ports: RedisFabric) -> bool:
-            return await ports.rollouts(await _run(ports, run)).discard(trajectory)
-
-        if not with_ports(need_url(url), work):
-            raise InputError(f"no dead letter {trajectory!r} in run {run!r}; `rollfab dead ls --run {run}` lists them")
-        show("forgotten")
-
-
-async def _letters(ports: RedisFabric, run: str) -> list[DeadLetter]:
-    return await ports.rollouts(await _run(ports, run)).dead_letters(1000)
-
-
-async def _run(ports: RedisFabric, run: str) -> RunConfig:
-    runs = await ports.board.runs()
-    if run not in runs:
-        raise no_such_run(run, known=runs)
-    return runs[run]
-
-
-def _find(letters: list[DeadLetter], trajectory: str) -> DeadLetter:
-    for letter in letters:
-        if letter.trajectory_id == trajectory:
-            return letter
-    raise InputError(f"no dead letter {trajectory!r} in this run; `rollfab dead ls` lists them")

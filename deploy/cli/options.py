@@ -18,6 +18,10 @@ Url = Annotated[
         show_envvar=False,
     ),
 ]
+Run = Annotated[
+    str | None,
+    typer.Option("--run", metavar="RUN", help="The run. Default: the only one there is.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Allowed = Annotated[
     list[str] | None,

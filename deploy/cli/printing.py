@@ -11,6 +11,8 @@ from rich.segment import Segment
 from ...fabric.contract.text import HARMFUL, printable
 from ...fabric.contract.wire import dump_json
 
+SPARKS = "▁▂▃▄▅▆▇█"
+
 
 class Console(rich.console.Console):
     """Rich's, whose own control sequences alone reach the terminal."""
@@ -33,3 +35,12 @@ def show_json(value: Any, *, flush: bool = False) -> None:
     """Print plain values as one line of JSON; what is harmful in texts stands as the escapes of JSON."""
     escaped = HARMFUL.sub(lambda found: f"\\u{ord(found.group()):04x}", dump_json(value).decode())
     print(escaped, flush=flush)
+
+
+def spark(values: list[float], width: int = 72) -> str:
+    """Draw values as a row of block characters, scaled from 0 (or below) to 1."""
+    if not values:
+        return ""
+    low, high = min(0.0, *values), max(1.0, *values)
+    recent = values[-width:]
+    return "".join(SPARKS[round((value - low) / (high - low) * (len(SPARKS) - 1))] for value in recent)

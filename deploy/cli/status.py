@@ -14,7 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ...fabric.contract.text import cleaned, counted
+from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.records import RunConfig
+from ...fabric.contract.text import cleaned, counted, did_you_mean
 from ...fabric.host.command import with_commands
 from ...fabric.inspect.diagnosing import Cause, read_fabric
 from ...fabric.inspect.diagnosis import is_well
@@ -22,9 +24,8 @@ from ...fabric.opened import RedisFabric
 from ...fabric.ports.queue import BadRow, RunStatus
 from ...fabric.rules.queue.curve import FINITE_MAX, RewardBucket
 from ...fabric.rules.queue.push import no_such_run
-from .demo_view import spark
 from .options import AsJson, Url, need_url
-from .printing import Console, show_json
+from .printing import Console, show_json, spark
 
 T = TypeVar("T")
 CURVE_WIDTH = 40
@@ -39,6 +40,20 @@ def with_ports(url: str, work: Callable[[RedisFabric], Awaitable[T]]) -> T:
             return await work(ports)
 
     return asyncio.run(main())
+
+
+async def find_run(ports: RedisFabric, run: str | None) -> RunConfig:
+    """Return the run of that name; None: the only one there is.
+
+    Raises:
+        RunUnknown: there is none of that name. ConfigError: none was named, and there is not just one.
+    """
+    runs = await ports.board.runs()
+    if run is not None and run not in runs:
+        raise no_such_run(run, known=runs)
+    if run is None and len(runs) != 1:
+        raise ConfigError(f"say which run: --run RUN; {did_you_mean('', runs)}", option="--run")
+    return runs[run] if run is not None else next(iter(runs.values()))
 
 
 async def snapshot(ports: RedisFabric) -> dict[str, Any]:

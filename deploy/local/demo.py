@@ -1,6 +1,6 @@
 """`rollfab demo`: the whole fabric on one machine, on real parts, with faults on purpose.
 
-The script below says what happens, and when; cli/demo_view.py shows it. Everything it starts is a process of its own,
+The script below says what happens, and when; demo_view.py shows it. Everything it starts is a process of its own,
 with the same command that a person would type. The demo itself only starts, kills, switches and looks.
 """
 
@@ -22,10 +22,10 @@ from ...fabric.contract.wire import load_json
 from ...fabric.host.command import command
 from ...fabric.host.directories import make_directory
 from ...fabric.opened import RedisFabric
-from ..cli.demo_view import DemoState, draw, draw_curve, summarise
 from ..cli.printing import Console, show_json
 from ..cli.speech import say
 from ..cli.status import snapshot
+from .demo_view import DemoState, draw, draw_curve, summarise
 from .supervisor import Supervisor
 from .up import KEY_FILE, POOL, UpOptions, free_port, make_key, page_of, start_roles
 

@@ -33,6 +33,7 @@ from ..contract.records import (
 )
 from ..contract.sharing import LendSetting, SharingReport
 from ..rules.queue.curve import Curve
+from ..rules.queue.dead import DeadVerdict
 from .weights import WeightStore
 
 NotPushed = Literal["lost", "over"]  # the trajectory's claim is lost; the trajectory has had all its turns
@@ -430,7 +431,16 @@ class RolloutStream(Protocol):
         ...
 
     async def dead_letters(self, count: int) -> list[DeadLetter]: ...
-    async def discard(self, trajectory_id: str) -> bool: ...
+    async def retry(self, trajectory_ids: Sequence[str], *, is_dry: bool = False) -> dict[str, DeadVerdict]:
+        """Let trajectories that were given up run again in their own groups, each group's together and each once.
+
+        Returns what became of each, also where a call whose answer was lost is repeated. is_dry: what would.
+        """
+        ...
+
+    async def discard(self, trajectory_ids: Sequence[str], *, is_dry: bool = False) -> dict[str, DeadVerdict]:
+        """Forget dead letters; returns what became of each: done or unknown. is_dry: what would."""
+        ...
 
 
 class LeaseBoard(Protocol):

@@ -57,6 +57,10 @@ ENDING_KEYS = (
     "{run}:trajectory:* {run}:turn:* {run}:group:* {run}:rollouts:* {run}:completed {run}:counters {run}:run "
     "{run}:open {run}:late {run}:dead {run}:clock {run}:rewards"
 )
+RETRY_KEYS = (
+    "{run}:dead {run}:group:* {run}:completed {run}:counters {run}:open {run}:late {run}:trajectory:record "
+    "{run}:trajectory:ready:* {run}:trajectory:bell"
+)
 RQ_ASK = "sadd hset rpush multi exec llen scard"  # what rq sends to put a job on its queue and to see how long it is …
 RQ_ASK_KEYS = "rq:queues rq:queue:* rq:job:*"
 RQ_WORK = (  # … and to take one, run it and keep its books; measured (MONITOR) with rq 2.12
@@ -81,7 +85,7 @@ AGENT = Rights(
 
 TRAINER = Rights(
     purpose="creates runs, pushes groups, takes completed ones, publishes weights",
-    scripts="push_group beat_consumer acknowledge cancel_group rerun_stale open_publisher put_manifest "
+    scripts="push_group beat_consumer acknowledge cancel_group rerun_stale retry_dead open_publisher put_manifest "
     "advance_head set_head drop_version mend late_groups close_group add_event clock holders offer answer",
     commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
     "mget get getrange xrevrange xread wait waitaof",
@@ -134,17 +138,17 @@ RIGHTS: dict[str, Rights] = {
         reads=f"{STATUS_KEYS} {{rf}}:events {HELD_KEYS}",
     ),
     "api-control": Rights(
-        purpose="an api that also switches lending",
-        scripts="clock holders add_event set_lend",
-        commands=f"{STATUS} hkeys xread",
+        purpose="an api that also switches lending, and retries and discards dead letters",
+        scripts="clock holders add_event set_lend retry_dead",
+        commands=f"{STATUS} hkeys xread hexists hdel",
         reads=f"{STATUS_KEYS} {{rf}}:events {HELD_KEYS}",
-        writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
+        writes=f"{{rf}}:lends {{rf}}:lease_bell:* {{rf}}:events {RETRY_KEYS}",
     ),
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, runs",
-        scripts="push_group clock holders add_event set_lend answer put_manifest drop_version mend",
+        scripts="push_group retry_dead clock holders add_event set_lend answer put_manifest drop_version mend",
         commands=f"{STATUS} set hset hkeys hdel xread xrevrange scan unlink mget getrange get persist exists "
-        "type lrange sscan zrem xdel lrem srem",  # the last line: to find and remove rows that cannot be read
+        "type lrange sscan zrem xdel lrem srem hexists",  # the last line: to find and remove rows that cannot be read
         reads="",
         writes="{rf}:* {run}:* rq:*",
     ),
