@@ -187,11 +187,11 @@ def broker(
 def _register() -> None:
     """Commands that live in files of their own."""
     from . import bench
-    from .cli import acl, data, dead, runs, status
+    from .cli import data, dead, runs, status
     from .doctor import command as doctor
     from .lending import command as lend
     from .replay import command as replay
-    from .roles import api, command, config, train
+    from .roles import acl, api, command, config, train
     from .weights import command as weights
 
     for module in (command, config, api, acl, status, lend, doctor, data, dead, runs, weights, train, replay):

@@ -20,7 +20,8 @@ from ...fabric.inspect.diagnosis import is_well
 from ...workers.environments.confinement import means
 from ..cli.options import AsJson, Url, need_url
 from ..cli.printing import Console, show_json
-from ..cli.status import cause_lines, with_ports
+from ..cli.status import with_ports
+from ..cli.status_view import cause_lines
 from .finding import Finding
 from .gpu import GpuReport, gpu_line, look_at_gpus
 

@@ -33,6 +33,7 @@ RUN_ID = "demo"
 DEADLINE_S = 900.0
 LOOK_S = 0.25
 NEWS_S = 10.0  # of waiting for the first step, where there is no terminal to draw on
+PICTURE_WIDTH = 120
 SLOT_COUNT = 32  # fewer than trajectories in flight, so that lending shows
 
 
@@ -78,6 +79,7 @@ def run_demo(options: DemoOptions) -> int:
     for name in ("summary.json", "reward.png"):
         (directory / name).unlink(missing_ok=True)
     console = Console(stderr=options.is_json)
+    console.width = min(console.width, PICTURE_WIDTH)
     port, key = options.port or free_port(), make_key(directory, "--output")
     console.print(f"The page: {page_of(port, key, directory, console)}", highlight=False, soft_wrap=True, markup=False)
     started_s = time.monotonic()

@@ -9,7 +9,7 @@
   a user who must not touch another's runs needs a broker of their own.
 - Passwords are 256 random bits; the file holds their SHA-256.
 
-Who writes the file, and where, is deploy/cli/acl.py's.
+Who writes the file, and where, is deploy/roles/acl.py's.
 """
 
 from __future__ import annotations

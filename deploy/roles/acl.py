@@ -11,8 +11,8 @@ import typer
 from ...fabric.contract.errors import ConfigError
 from ...fabric.host.directories import write_private
 from ...fabric.queue.acl import RIGHTS, acl_file, role_of_user, user_name
-from .options import AsJson
-from .printing import show, show_json
+from ..cli.options import AsJson
+from ..cli.printing import show, show_json
 
 PASSWORD_BYTES = 32
 
