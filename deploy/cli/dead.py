@@ -20,10 +20,9 @@ from ...fabric.host.command import with_commands
 from ...fabric.inspect.dead_letters import DeadAction, all_dead, deal_with_dead
 from ...fabric.opened import RedisFabric
 from ...fabric.rules.queue.dead import WHY, DeadOutcome, cause_of, causes_of, of_cause
-from .options import AsJson, Run, Url, need_url
+from .options import AsJson, Run, Url, find_run, need_url, with_ports
 from .printing import Console, show, show_json
 from .speech import say, say_nothing
-from .status import find_run, with_ports
 
 Names = Annotated[list[str] | None, typer.Argument(metavar="[TRAJECTORY]...", help="Which, as `dead ls` names them.")]
 All = Annotated[bool, typer.Option("--all", help="All of the run.")]

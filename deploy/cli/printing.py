@@ -18,6 +18,7 @@ from ...fabric.contract.wire import dump_json
 
 PIPE_WIDTH = 1000  # no row is as long
 NAME_WIDTH_MIN = 6
+NAMES_SHOWN = 4
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -93,6 +94,19 @@ def elided(text: str, width: int) -> str:
     head = set_cell_size(line, width // 2).rstrip()
     tail = set_cell_size(line[::-1], width - width // 2 - 1)[::-1].lstrip()
     return f"{head}…{tail}" if width > 1 else "…"[:width]
+
+
+def said_once(rows: Iterable[tuple[str, str, str]], count: int) -> list[Text]:
+    """Write what some of `count` say, a line each, that several say once. rows: who, what, and its style."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for name, text, style in rows:
+        said.setdefault((text, style), []).append(name)
+    lines = []
+    for (text, style), names in said.items():
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        whom = "" if len(names) == count > 1 else f"{', '.join(names[:NAMES_SHOWN])}{more}: "
+        lines.append(Text(f"  {one_line(whom)}{one_line(text)}", style=style))
+    return lines
 
 
 def brief(count: int) -> str:

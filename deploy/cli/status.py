@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
 
-from ...fabric.contract.errors import ConfigError
-from ...fabric.contract.records import RunConfig
-from ...fabric.contract.text import did_you_mean
 from ...fabric.inspect.diagnosing import Cause, read_fabric
 from ...fabric.inspect.diagnosis import is_well
 from ...fabric.opened import RedisFabric
 from ...fabric.ports.queue import BadRow, RunStatus
 from ...fabric.rules.queue.curve import FINITE_MAX, RewardBucket
 from ...fabric.rules.queue.push import no_such_run
-from .options import AsJson, Url, need_url
+from .options import AsJson, Url, need_url, with_ports
 from .printing import Console, show_json
 from .status_view import draw
 from .watch import LOOK_S, watch
-
-T = TypeVar("T")
-
-
-def with_ports(url: str, work: Callable[[RedisFabric], Awaitable[T]]) -> T:
-    """Open the broker, do one thing, close it."""
-
-    async def main() -> T:
-        async with await RedisFabric.open(url, client_name="cli", patience_s=2.0) as ports:
-            return await work(ports)
-
-    return asyncio.run(main())
-
-
-async def find_run(ports: RedisFabric, run: str | None) -> RunConfig:
-    """Return the run of that name; None: the only one there is.
-
-    Raises:
-        RunUnknown: there is none of that name. ConfigError: none was named, and there is not just one.
-    """
-    runs = await ports.board.runs()
-    if run is not None and run not in runs:
-        raise no_such_run(run, known=runs)
-    if run is None and len(runs) != 1:
-        raise ConfigError(f"say which run: --run RUN; {did_you_mean('', runs)}", option="--run")
-    return runs[run] if run is not None else next(iter(runs.values()))
 
 
 async def snapshot(ports: RedisFabric) -> dict[str, Any]:

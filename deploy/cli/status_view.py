@@ -11,12 +11,11 @@ from rich.text import Text
 
 from ...fabric.contract.text import cleaned, counted, one_line
 from ...fabric.host.command import with_commands
-from .printing import Cell, brief, cells, elided, new_table, spark
+from .printing import Cell, brief, cells, elided, new_table, said_once, spark
 
 WIDE = 120  # columns from which on there is room for what is good to know
 NAME_WIDTH = 40  # of a run in a sentence
 CURVE_WIDTH = 40
-NAMES_SHOWN = 4
 AGREEMENT_ROW_COUNT = 8  # workers shown per run, the worst first; --json has all that are kept
 ROLES = ("controller", "agent", "gateway", "dedicated", "serving", "reward")
 KINDS = {"moves": "green", "waits": "", "passing": "yellow"}  # else red
@@ -138,17 +137,9 @@ def _workers_table(role: str, rows: Sequence[dict[str, Any]], leases: dict[str, 
 
 
 def _notes(rows: Sequence[dict[str, Any]], is_wide: bool) -> list[Text]:
-    """Say what workers say of themselves; what several say, once."""
-    said: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for text, style in _notes_of(row, is_wide):
-            said.setdefault((text, style), []).append(str(row["worker_id"]))
-    lines = []
-    for (text, style), names in said.items():
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        whom = "" if len(names) == len(rows) > 1 else f"{', '.join(names[:NAMES_SHOWN])}{more}: "
-        lines.append(Text(f"  {one_line(whom)}{one_line(text)}", style=style))
-    return lines
+    """Say what workers say of themselves."""
+    said = [(str(row["worker_id"]), *note) for row in rows for note in _notes_of(row, is_wide)]
+    return said_once(said, len(rows))
 
 
 def _notes_of(row: dict[str, Any], is_wide: bool) -> list[tuple[str, str]]:

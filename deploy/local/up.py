@@ -35,9 +35,9 @@ from ...fabric.host.directories import make_directory, write_private
 from ...fabric.model.presets import is_path, is_preset
 from ...fabric.opened import RedisFabric
 from ..cli.exits import INTERRUPTED
+from ..cli.options import with_ports
 from ..cli.printing import Console, show
 from ..cli.speech import say
-from ..cli.status import with_ports
 from .broker_watch import BrokerWatch
 from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
 

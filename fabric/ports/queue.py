@@ -206,7 +206,7 @@ class BadRow:
     def step(self) -> str:
         """The command that removes it."""
         if self.table == "runs" and NAME.match(self.row):
-            return f"rollfab runs rm --yes -- {quote(self.row)}"
+            return f"rollfab runs rm --yes --run {quote(self.row)}"
         return " ".join(["rollfab rows rm --", quote(self.table), *([quote(self.row)] if self.row else [])])
 
 
