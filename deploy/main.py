@@ -205,11 +205,12 @@ def _register() -> None:
     from .cli import data, dead, runs, status
     from .doctor import command as doctor
     from .lending import command as lend
+    from .local import logs
     from .replay import command as replay
     from .roles import acl, api, command, config, train
     from .weights import command as weights
 
-    for module in (command, config, api, acl, status, lend, doctor, data, dead, runs, weights, train, replay):
+    for module in (command, config, api, acl, status, lend, doctor, data, dead, logs, runs, weights, train, replay):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
 

@@ -109,7 +109,7 @@ def run_demo(options: DemoOptions) -> int:
 
 def _logs(directory: Path) -> Path:
     logs = directory / "logs"
-    for old in logs.glob("*.log"):
+    for old in logs.glob("*.log*"):
         old.unlink()
     return logs
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -323,6 +324,7 @@ class _Life:
         shown = self._url if self._broker is not None else mask_url(self._url)  # what was given is not ours to tell
         self._say(f"For your trainer:  export ROLLFAB_URL={shown}")
         self._say(f"Look:              {command('status --watch')}      Logs: {self._supervisor.log_directory}/")
+        self._say(f"Read logs:         {command(f'logs --follow --data {shlex.quote(self._options.data)}')}")
 
     def _say(self, text: str, kind: Literal["", "error", "warning"] = "") -> None:
         say(self._console, text, kind)
