@@ -31,11 +31,11 @@ from .metrics.scrape import Scraper
 from .reading.events import EventTail
 from .reading.status import Ports, StatusReader
 from .reading.weights import WeightReader
-from .routes import events, health, lending, read, trajectories
+from .routes import dead, events, health, lending, read, trajectories
 from .routes.context import Context
 from .schemas.answers import Problem
+from .schemas.base import all_requests
 from .schemas.lending import LendRequest
-from .schemas.training import all_requests
 
 __all__ = ["ApiConfig", "make_app"]
 
@@ -80,7 +80,7 @@ def make_app(
         else [],  # says so in the documentation
     )
     app.state.context = context
-    for routes in (health, read, trajectories, events, lending):
+    for routes in (health, read, trajectories, dead, events, lending):
         app.include_router(routes.router(context))
     app.include_router(trajectories.history_router(context))
     if training is not None:

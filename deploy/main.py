@@ -33,7 +33,7 @@ from .cli.options import (
     RunAs,
     Url,
 )
-from .cli.printing import Console, show
+from .cli.printing import Console, show, show_json
 from .cli.speech import say
 from .local.supervisor import follow_parent
 
@@ -41,7 +41,7 @@ app = typer.Typer(
     name="rollfab",
     help="A rollout fabric: trainers push tasks, dedicated and lent GPUs pull turns, nothing is lost or done twice.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
@@ -88,10 +88,25 @@ def _tell(error: Exception) -> None:
     say(Console(stderr=True), printable(with_commands(text)), "error")
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        show(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Begin: every command comes after this."""
+
+
 @app.command()
-def version() -> None:
+def version(json: AsJson = False) -> None:
     """Print the version."""
-    show(__version__)
+    show_json({"version": __version__}) if json else show(__version__)
 
 
 # ---------------------------------------------------------------- everything on this machine
@@ -187,14 +202,17 @@ def broker(
 def _register() -> None:
     """Commands that live in files of their own."""
     from . import bench
-    from .cli import acl, data, lend, runs, status
+    from .cli import data, dead, runs, status
     from .doctor import command as doctor
+    from .lending import command as lend
+    from .local import logs
     from .looking import history, trace
     from .replay import command as replay
-    from .roles import api, command, config, train
+    from .roles import acl, api, command, config, train
     from .weights import command as weights
 
-    for module in (command, config, api, acl, status, trace, history, lend, doctor, data, runs, weights, train, replay):
+    shown = (status, trace, history, lend, doctor, data, dead, logs, runs, weights, train, replay)
+    for module in (command, config, api, acl, *shown):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
 

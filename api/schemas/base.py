@@ -24,6 +24,18 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
 
+class Request(BaseModel):
+    """Base of what callers send: a field that is not known is refused."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+def all_requests() -> list[type[Request]]:
+    """Return the models of what callers send, whose fields may be left out."""
+    direct = Request.__subclasses__()
+    return [*direct, *(each for parent in direct for each in parent.__subclasses__())]
+
+
 class Shown:
     """Base of a dataclass that extends a record: the lines under the record's fields describe them here, too.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import Field, StrictInt
 
 from ...fabric.contract.limits import GROUP_SIZE_MAX
-from .base import Model
+from .base import Model, Request
 
 GROUPS_A_CALL_MAX = 1000
 WAIT_S_MAX = 300.0
@@ -21,12 +21,6 @@ Receipts = Annotated[list[Receipt], Field(min_length=1, max_length=GROUPS_A_CALL
 Version = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
-class Request(BaseModel):
-    """Base of what trainers send: a field that is not known is refused."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-
 class RunRequest(Request):
     """A run to create, or to change. A field that is left out stays as it is, or gets its default."""
 
@@ -34,7 +28,7 @@ class RunRequest(Request):
     """Preset, path or hub name; needed to create."""
     environment: str | None = None
     """As agent workers offer it; needed to create."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = Field(default_factory=dict)
     """Further settings by name: staleness, sampling, reward, environment_options, …"""
 
 
@@ -45,7 +39,7 @@ class EvaluationRequest(Request):
     """Null: the head, or, if the evaluation is under way, its own."""
     name: str | None = None
     """Of this evaluation, beside others; its run is the run's name, "-eval" and, with a name, "-" and that."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = Field(default_factory=dict)
     """Settings that differ from the run's, environment among them. weight: its share; default: a tenth of the run's."""
 
 
@@ -263,9 +257,3 @@ class Uploaded(Model):
 
     size_bytes: int
     """Bytes of it that are here: where to go on."""
-
-
-def all_requests() -> list[type[Request]]:
-    """Return the models of what trainers send, whose fields may be left out."""
-    direct = Request.__subclasses__()
-    return [*direct, *(each for parent in direct for each in parent.__subclasses__())]

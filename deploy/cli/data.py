@@ -1,30 +1,30 @@
-"""`rollfab submit`, `consume`, `dead`: work in and out, from the shell."""
+"""`rollfab submit` and `consume`: work in and out, from the shell."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ...fabric.contract.errors import InputError, NothingMoves, WireError
-from ...fabric.contract.ids import new_group_id, trajectory_id
-from ...fabric.contract.records import DeadLetter, Group, RunConfig, TrajectoryJob
-from ...fabric.contract.text import counted, one_line
-from ...fabric.contract.wire import dump_json, load_json
-from ...fabric.opened import RedisFabric
-from ...fabric.ports.queue import GroupPush
-from ...fabric.rules.queue.push import no_such_run
+from ...fabric.contract.ids import new_group_id
+from ...fabric.contract.records import Group
+from ...fabric.contract.text import counted
+from ...fabric.contract.wire import load_json
+from ...trainer.checks import make_groups
 from ...trainer.client import connect
 from ...trainer.files import check_new, group_row, write_groups
 from ...trainer.groups import TAKEOVER_S
-from .options import AsJson, Url, need_url
+from .options import AsJson, Run, Url, find_run, need_url, with_ports
 from .printing import show, show_json
+from .progress import Tell, progress
 from .speech import say_nothing
-from .status import with_ports
 
 PEEK_COUNT = 10
+PUSH_COUNT = 256  # groups pushed at once
 OUTPUT_COUNT = 1000  # groups of a file: its reader and its writer hold them in hand until it is whole
 
 
@@ -32,14 +32,13 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     _register_submit(app)
     _register_consume(app)
-    _register_dead(app)
 
 
 def _register_submit(app: typer.Typer) -> None:
     @app.command()
     def submit(
         file: Annotated[Path, typer.Argument(help="One task (a JSON object) per line.", exists=True, dir_okay=False)],
-        run: Annotated[str, typer.Option(help="The run.")],
+        run: Run = None,
         group_size: Annotated[int, typer.Option(help="Trajectories per task.", min=1)] = 8,
         quorum: Annotated[
             int | None, typer.Option(help="Rollouts that complete a group; the rest are cancelled.", min=1)
@@ -47,6 +46,10 @@ def _register_submit(app: typer.Typer) -> None:
         priority: Annotated[int, typer.Option(help="0 first, 1, 2 last.", min=0, max=2)] = 1,
         deadline: Annotated[
             float | None, typer.Option(help="Seconds after which a group is complete with what it has.")
+        ] = None,
+        name: Annotated[
+            str | None,
+            typer.Option(help="Names the groups NAME-0, NAME-1, …: a call that is repeated pushes none twice."),
         ] = None,
         model: Annotated[str | None, typer.Option(help="To create the run.")] = None,
         environment: Annotated[str | None, typer.Option(help="To create the run.")] = None,
@@ -57,16 +60,38 @@ def _register_submit(app: typer.Typer) -> None:
         tasks = read_tasks(file.read_bytes())
         if not tasks:
             raise InputError(f'{file} holds no task: write one JSON object per line, such as {{"seed": 1}}')
-        with connect(need_url(url)) as fabric:
-            opened = fabric.run(run, model=model, environment=environment)
-            ids = opened.submit(tasks, group_size=group_size, quorum=quorum, priority=priority, deadline=deadline)
-        show(dump_json({"group_ids": ids}).decode() if json else f"{counted(len(ids), 'group')} pushed to run {run}")
+        ids = [new_group_id() if name is None else f"{name}-{number}" for number in range(len(tasks))]
+        wishes: dict[str, Any] = {"quorum": quorum, "priority": priority}
+        make_groups(tasks, group_size, ids, **wishes, deadline_s=deadline)  # refuses all before any is pushed
+        run_id = run or with_ports(need_url(url), lambda ports: find_run(ports, None)).run_id
+        with connect(need_url(url)) as fabric, progress("pushing", unit="count", total=len(tasks)) as tell:
+            opened = fabric.run(run_id, model=model, environment=environment)
+            for first in range(0, len(tasks), PUSH_COUNT):
+                part = slice(first, first + PUSH_COUNT)
+                with _telling(first, len(tasks), name):
+                    opened.submit(tasks[part], group_size=group_size, deadline=deadline, group_ids=ids[part], **wishes)
+                tell(min(part.stop, len(tasks)), len(tasks))
+        show_json({"run_id": run_id, "group_ids": ids}) if json else show(
+            f"{counted(len(ids), 'group')} pushed to run {run_id}"
+        )
+
+
+@contextmanager
+def _telling(done: int, total: int, name: str | None) -> Iterator[None]:
+    """Say how far a push of several parts had come, if it ends before its time."""
+    try:
+        yield
+    except BaseException:
+        if done or name is not None:
+            how = "" if name is None else "; the same call again pushes the rest"
+            say_nothing(f"{done:,} of {total:,} tasks were pushed before, from the first on{how}")
+        raise
 
 
 def _register_consume(app: typer.Typer) -> None:
     @app.command()
     def consume(
-        run: Annotated[str, typer.Option(help="The run.")],
+        run: Run = None,
         count: Annotated[int | None, typer.Option(help="Stop after this many groups.")] = None,
         timeout: Annotated[float, typer.Option(help="Stop after this many seconds without a group.")] = 60.0,
         consumer: Annotated[str, typer.Option(help="Who consumes.")] = "trainer",
@@ -86,33 +111,48 @@ def _register_consume(app: typer.Typer) -> None:
             bool, typer.Option("--peek", help="Only look: print the oldest (10, or --count), and take none of them.")
         ] = False,
         url: Url = None,
+        json: AsJson = False,
     ) -> None:
         """Print completed groups as JSON lines, acknowledging each; or write them to a file; or only look."""
         if output is not None:
             check_new(output)
+        run_id = run or with_ports(need_url(url), lambda ports: find_run(ports, None)).run_id
         if peek:
-            _peek(need_url(url), run, PEEK_COUNT if count is None else count, output)
+            _peek(need_url(url), run_id, PEEK_COUNT if count is None else count, output, json)
             return
         if output is not None:
             count = OUTPUT_COUNT if count is None else count
         with connect(need_url(url)) as fabric:
-            groups = fabric.run(run).groups(
+            groups = fabric.run(run_id).groups(
                 timeout=timeout, count=count, consumer=consumer, keep=keep, takeover=takeover
             )
+            stuck: list[NothingMoves] = []
             if output is None:
                 for group in groups:
                     show_json(group_row(group), flush=True)
             else:
-                stuck: list[NothingMoves] = []
-                with groups:
-                    written = write_groups(output, until_stuck(groups, stuck))
-                show(f"{counted(written, 'group')} written to {output}" if written else f"{output} is not written")
-                if stuck:
-                    raise stuck[0]
+                with groups, progress("groups", unit="count", total=count) as tell:
+                    written = write_groups(output, _counting(until_stuck(groups, stuck), tell, count or 0))
+                _tell_written(output, written, json)
+            if stuck:
+                raise stuck[0]
             say_nothing(f"stopped: {groups.ended_why}")
 
 
-def _peek(url: str, run: str, count: int, output: Path | None) -> None:
+def _counting(groups: Iterable[Group], tell: Tell, total: int) -> Iterator[Group]:
+    for number, group in enumerate(groups, 1):
+        tell(number, total)
+        yield group
+
+
+def _tell_written(output: Path, written: int, json: bool, but: str = "") -> None:
+    if json:
+        show_json({"path": str(output), "group_count": written})
+    else:
+        show(f"{counted(written, 'group')} written to {output}{but}" if written else f"{output} is not written")
+
+
+def _peek(url: str, run: str, count: int, output: Path | None, json: bool) -> None:
     """Print groups that are not acknowledged, or write them to a file, and leave them where they are."""
     with connect(url) as fabric:
         groups = fabric.run(run).peek(count)
@@ -120,7 +160,7 @@ def _peek(url: str, run: str, count: int, output: Path | None) -> None:
         for group in groups:
             show_json(group_row(group))
     elif groups:
-        show(f"{counted(write_groups(output, groups), 'group')} written to {output}; all of them are still in the run")
+        _tell_written(output, write_groups(output, groups), json, "; all of them are still in the run")
     if not groups:
         say_nothing(
             f"run {run} has no complete group that is not acknowledged; `rollfab status` says what is under way"
@@ -152,80 +192,3 @@ def _task(line: bytes, number: int) -> dict[str, Any]:
     if not isinstance(task, dict):
         raise InputError(f"line {number} is {type(task).__name__}, expected a JSON object")
     return task
-
-
-def _register_dead(app: typer.Typer) -> None:
-    dead = typer.Typer(no_args_is_help=True, help="Trajectories that were given up.")
-    app.add_typer(dead, name="dead")
-
-    @dead.command("ls")
-    def list_dead(run: Annotated[str, typer.Option(help="The run.")], url: Url = None, json: AsJson = False) -> None:
-        """List dead letters: which trajectory, and why."""
-        letters = with_ports(need_url(url), lambda ports: _letters(ports, run))
-        if json:
-            rows = [{"trajectory_id": each.trajectory_id, "reason": each.reason} for each in letters]
-            show_json(rows)
-            return
-        if not letters:
-            say_nothing(f"run {run} has no dead letters: none of its trajectories was given up")
-        for letter in letters:
-            show(f"{one_line(letter.trajectory_id)}  attempt {letter.attempt + 1}  {one_line(letter.reason)}")
-
-    @dead.command("show")
-    def show_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
-        """Show one dead letter with its task and traceback."""
-        letter = _find(with_ports(need_url(url), lambda ports: _letters(ports, run)), trajectory)
-        show(f"{one_line(letter.trajectory_id)}: {one_line(letter.reason)}")
-        show(f"task: {one_line(dump_json(letter.job.get('task')).decode())}\n{letter.traceback}")
-
-    _register_discard(dead)
-
-    @dead.command("retry")
-    def retry_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
-        """Push a dead letter's task again, as a new group of one."""
-
-        async def work(ports: RedisFabric) -> str:
-            letter = _find(await _letters(ports, run), trajectory)
-            if not letter.job:
-                raise InputError(f"{trajectory} cannot be tried again, its job was not readable; discard it")
-            group_id = new_group_id()
-            job = TrajectoryJob(
-                **{**letter.job, "trajectory_id": trajectory_id(group_id, 0), "group_id": group_id, "index": 0}
-            )
-            rollouts = ports.rollouts(await _run(ports, run))
-            await rollouts.push([GroupPush(group_id=group_id, task_id=job.task_id, task=job.task, jobs=(job,))])
-            await rollouts.discard(trajectory)
-            return group_id
-
-        show(f"pushed again as group {with_ports(need_url(url), work)}")
-
-
-def _register_discard(dead: typer.Typer) -> None:
-    @dead.command("discard")
-    def discard_dead(trajectory: str, run: Annotated[str, typer.Option(help="The run.")], url: Url = None) -> None:
-        """Forget a dead letter."""
-
-        async def work(ports: RedisFabric) -> bool:
-            return await ports.rollouts(await _run(ports, run)).discard(trajectory)
-
-        if not with_ports(need_url(url), work):
-            raise InputError(f"no dead letter {trajectory!r} in run {run!r}; `rollfab dead ls --run {run}` lists them")
-        show("forgotten")
-
-
-async def _letters(ports: RedisFabric, run: str) -> list[DeadLetter]:
-    return await ports.rollouts(await _run(ports, run)).dead_letters(1000)
-
-
-async def _run(ports: RedisFabric, run: str) -> RunConfig:
-    runs = await ports.board.runs()
-    if run not in runs:
-        raise no_such_run(run, known=runs)
-    return runs[run]
-
-
-def _find(letters: list[DeadLetter], trajectory: str) -> DeadLetter:
-    for letter in letters:
-        if letter.trajectory_id == trajectory:
-            return letter
-    raise InputError(f"no dead letter {trajectory!r} in this run; `rollfab dead ls` lists them")

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import rich.console
+from rich.cells import cell_len, set_cell_size
+from rich.measure import Measurement
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
-from ...fabric.contract.text import HARMFUL, printable
+from ...fabric.contract.text import HARMFUL, one_line, printable
 from ...fabric.contract.wire import dump_json
+
+PIPE_WIDTH = 1000  # no row is as long
+NAME_WIDTH_MIN = 6
+NAMES_SHOWN = 4
+SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Console(rich.console.Console):
-    """Rich's, whose own control sequences alone reach the terminal."""
+    """Rich's, whose own control sequences alone reach the terminal; into a file or a pipe it writes whole lines."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        if not self.is_terminal and settings.get("width") is None and "COLUMNS" not in self._environ:
+            self.width = PIPE_WIDTH
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
@@ -33,3 +48,81 @@ def show_json(value: Any, *, flush: bool = False) -> None:
     """Print plain values as one line of JSON; what is harmful in texts stands as the escapes of JSON."""
     escaped = HARMFUL.sub(lambda found: f"\\u{ord(found.group()):04x}", dump_json(value).decode())
     print(escaped, flush=flush)
+
+
+def new_table(*headings: str, title: str | None = None, left: Collection[str] = ()) -> Table:
+    """Make a table without lines, for rows of `cells`: each is one line, also where the terminal is narrow.
+
+    left: columns of names and words, which give way first where there is no room for all; the others hold figures.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
+    table.padding, table.pad_edge = (0, 1, 0, 0), False
+    for heading in headings:
+        if heading in left:
+            table.add_column(heading, overflow="ellipsis", min_width=NAME_WIDTH_MIN)
+        else:
+            table.add_column(heading, overflow="ellipsis", justify="right", no_wrap=True)
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of one line, which leaves out the middle of what is longer: names differ at both ends."""
+
+    text: str
+    style: str = ""
+
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> rich.console.RenderResult:
+        yield Text(elided(self.text, options.max_width), style=self.style, no_wrap=True, justify=options.justify)
+
+    def __rich_measure__(self, console: rich.console.Console, options: rich.console.ConsoleOptions) -> Measurement:
+        return Measurement(1, max(1, min(cell_len(one_line(self.text)), options.max_width)))
+
+
+def cells(*values: str | Cell) -> list[Cell]:
+    """Make the cells of a row."""
+    return [value if isinstance(value, Cell) else Cell(value) for value in values]
+
+
+def elided(text: str, width: int) -> str:
+    """Leave out the middle of a text that takes more than so many cells: names differ at their ends, too."""
+    line = one_line(text)
+    if cell_len(line) <= width:
+        return line
+    head = set_cell_size(line, width // 2).rstrip()
+    tail = set_cell_size(line[::-1], width - width // 2 - 1)[::-1].lstrip()
+    return f"{head}…{tail}" if width > 1 else "…"[:width]
+
+
+def said_once(rows: Iterable[tuple[str, str, str]], count: int) -> list[Text]:
+    """Write what some of `count` say, a line each, that several say once. rows: who, what, and its style."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for name, text, style in rows:
+        said.setdefault((text, style), []).append(name)
+    lines = []
+    for (text, style), names in said.items():
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        whom = "" if len(names) == count > 1 else f"{', '.join(names[:NAMES_SHOWN])}{more}: "
+        lines.append(Text(f"  {one_line(whom)}{one_line(text)}", style=style))
+    return lines
+
+
+def brief(count: int) -> str:
+    """Write a count in about five characters: 9,999, 12.3k, 3.4M."""
+    if abs(count) < 10_000:
+        return f"{count:,}"
+    for size, unit in ((10**3, "k"), (10**6, "M")):
+        if abs(count) < 999.5 * size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count / 10**9:.4g}G"
+
+
+def spark(values: list[float], width: int = 72) -> str:
+    """Draw values as a row of block characters, scaled from 0 (or below) to 1."""
+    if not values:
+        return ""
+    low, high = min(0.0, *values), max(1.0, *values)
+    recent = values[-width:]
+    return "".join(SPARKS[round((value - low) / (high - low) * (len(SPARKS) - 1))] for value in recent)

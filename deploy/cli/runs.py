@@ -8,15 +8,15 @@ import typer
 from rich.table import Table
 
 from ...fabric.contract.errors import ConfigError, InputError
-from ...fabric.contract.text import cleaned, counted
+from ...fabric.contract.text import cleaned, counted, did_you_mean
 from ...fabric.host.command import with_commands
 from ...fabric.opened import RedisFabric
 from ...fabric.ports.queue import BadRow
 from ...fabric.rules.queue.push import no_such_run
-from .options import AsJson, Url, need_url
-from .printing import Console, show, show_json
+from .options import AsJson, Run, RunFirst, Url, need_url, with_ports
+from .printing import Console, brief, cells, new_table, show, show_json
 from .speech import say_nothing
-from .status import bad_row, with_ports
+from .status import bad_row
 
 CUT_COUNT = 8  # tables named that were looked at in part
 
@@ -37,14 +37,17 @@ def register(app: typer.Typer) -> None:
         else:
             say_nothing("there are no runs on this broker: a trainer makes one, with fabric.run(…)")
 
-    @runs.command("rm")
+    @runs.command("rm", cls=RunFirst)
     def remove_run(
-        run: Annotated[str, typer.Argument(help="The run.", show_default=False)],
+        run: Run = None,
         is_sure: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
         url: Url = None,
+        json: AsJson = False,
     ) -> None:
         """Delete a run with all that it has in the broker: work, groups nobody consumed, dead letters, weights."""
         found = {row["run_id"]: row for row in with_ports(need_url(url), _rows)}
+        if run is None:
+            raise ConfigError(f"say which run to delete: --run RUN; {did_you_mean('', found)}", option="--run")
         unread = [row.row for row in with_ports(need_url(url), _bad_rows) if row.table == "runs"]
         if run in unread:
             found[run] = {"run_id": run, "depth": "?", "groups_waiting": "?", "dead": "?"}
@@ -53,7 +56,7 @@ def register(app: typer.Typer) -> None:
         if not is_sure and not _agrees(found[run]):
             raise ConfigError(f"run {run!r} was not deleted: say yes, or give --yes")
         with_ports(need_url(url), lambda ports: ports.board.delete_run(run))
-        show(f"run {run} is deleted")
+        show_json({"run_id": run, "is_deleted": True}) if json else show(f"run {run} is deleted")
 
     _register_rows(app)
 
@@ -87,6 +90,7 @@ def _register_rows(app: typer.Typer) -> None:
         table: Annotated[str, typer.Argument(help="The table, as `rollfab rows ls` says.", show_default=False)],
         row: Annotated[str, typer.Argument(help="The row; none: the table, which is of another type.")] = "",
         url: Url = None,
+        json: AsJson = False,
     ) -> None:
         """Remove a row that cannot be read, and no other."""
         bad = BadRow(table, row, "")
@@ -94,7 +98,7 @@ def _register_rows(app: typer.Typer) -> None:
             raise InputError(
                 f"there is no row {row!r} of table {table!r} that cannot be read; `rollfab rows ls` lists those"
             )
-        show("removed")
+        show_json({"table": table, "row": row, "is_removed": True}) if json else show("removed")
 
 
 async def _bad_rows(ports: RedisFabric) -> list[BadRow]:
@@ -127,7 +131,12 @@ async def _rows(ports: RedisFabric) -> list[dict[str, Any]]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("run", "model", "environment", "version", "trajectories", "groups waiting", "dead", box=None)
+    figures = ("head", "open", "ready", "dead")
+    table = new_table("run", "model", "environment", *figures, left=("run", "model", "environment"))
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+        counts = (row[name] for name in ("depth", "groups_waiting", "dead"))
+        table.add_row(
+            *cells(row["run_id"], row["model"], row["environment"], str(row["head_version"])),
+            *cells(*map(brief, counts)),
+        )
     return table

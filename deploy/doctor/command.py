@@ -12,15 +12,17 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
+from ...fabric.contract.text import one_line
 from ...fabric.host.command import with_commands
 from ...fabric.inspect.diagnosing import diagnose_run
 from ...fabric.inspect.diagnosis import is_well
 from ...workers.environments.confinement import means
-from ..cli.options import AsJson, Url, need_url
+from ..cli.options import AsJson, Url, need_url, with_ports
 from ..cli.printing import Console, show_json
-from ..cli.status import cause_lines, with_ports
+from ..cli.status_view import cause_lines
 from .finding import Finding
 from .gpu import GpuReport, gpu_line, look_at_gpus
 
@@ -35,6 +37,8 @@ NEEDS = (
     ("numba", "compiled codecs", "pip install numba", True),
     ("nvidia-ml-py", "GPU facts", "pip install nvidia-ml-py", True),
 )
+
+MISSING, BROKEN = ("missing", "yellow"), ("broken", "red")
 
 
 def register(app: typer.Typer) -> None:
@@ -76,12 +80,14 @@ def examine_run(url: str, run_id: str, json: bool) -> None:
 
 
 def _tell(finding: Finding) -> None:
-    mark = (
-        "[green]ok[/]     " if finding.is_fine else "[yellow]missing[/]" if finding.is_optional else "[red]broken[/] "
-    )
-    advice = "" if finding.is_fine else f" → {with_commands(finding.advice)}"
-    line = f"{mark} {escape(f'{finding.what}: {finding.found}{advice}')}"
-    Console().print(line, highlight=False, soft_wrap=True)  # commands are copied: never broken in the middle
+    mark, style = ("ok", "green") if finding.is_fine else MISSING if finding.is_optional else BROKEN
+    console, said = Console(), Text(mark, style=style)
+    line = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+    line.add_column(width=len(MISSING[0]))
+    line.add_row(said, Text(one_line(f"{finding.what}: {finding.found}")))
+    console.print(line)
+    if not finding.is_fine:  # a command is copied: never broken in the middle
+        console.print(Text(f"        → {with_commands(finding.advice)}"), soft_wrap=True)
 
 
 def examine() -> list[Finding]:

@@ -1,6 +1,6 @@
 """`rollfab demo`: the whole fabric on one machine, on real parts, with faults on purpose.
 
-The script below says what happens, and when; cli/demo_view.py shows it. Everything it starts is a process of its own,
+The script below says what happens, and when; demo_view.py shows it. Everything it starts is a process of its own,
 with the same command that a person would type. The demo itself only starts, kills, switches and looks.
 """
 
@@ -22,10 +22,10 @@ from ...fabric.contract.wire import load_json
 from ...fabric.host.command import command
 from ...fabric.host.directories import make_directory
 from ...fabric.opened import RedisFabric
-from ..cli.demo_view import DemoState, draw, draw_curve, summarise
 from ..cli.printing import Console, show_json
 from ..cli.speech import say
 from ..cli.status import snapshot
+from .demo_view import DemoState, draw, draw_curve, summarise
 from .supervisor import Supervisor
 from .up import KEY_FILE, POOL, UpOptions, free_port, make_key, page_of, start_roles
 
@@ -33,6 +33,7 @@ RUN_ID = "demo"
 DEADLINE_S = 900.0
 LOOK_S = 0.25
 NEWS_S = 10.0  # of waiting for the first step, where there is no terminal to draw on
+PICTURE_WIDTH = 120
 SLOT_COUNT = 32  # fewer than trajectories in flight, so that lending shows
 
 
@@ -78,6 +79,7 @@ def run_demo(options: DemoOptions) -> int:
     for name in ("summary.json", "reward.png"):
         (directory / name).unlink(missing_ok=True)
     console = Console(stderr=options.is_json)
+    console.width = min(console.width, PICTURE_WIDTH)
     port, key = options.port or free_port(), make_key(directory, "--output")
     console.print(f"The page: {page_of(port, key, directory, console)}", highlight=False, soft_wrap=True, markup=False)
     started_s = time.monotonic()
@@ -107,7 +109,7 @@ def run_demo(options: DemoOptions) -> int:
 
 def _logs(directory: Path) -> Path:
     logs = directory / "logs"
-    for old in logs.glob("*.log"):
+    for old in logs.glob("*.log*"):
         old.unlink()
     return logs
 

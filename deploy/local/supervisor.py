@@ -3,13 +3,16 @@
 - A child that dies is started again after a pause that doubles while it keeps dying. With `lives_max` it is given up
   after so many lives in a row that came to nothing, and at once if it says that it is used wrongly.
 - Children die with the supervisor: they are asked to stop, then killed; and each watches its parent (follow_parent).
-- Their output goes to one log file per role; the last lines are shown when one fails.
+- Their output goes to one log file per role; the last lines are shown when one fails. What is longer than LOG_BYTES_MAX
+  is moved to another file, in place of the one before: a role's logs take twice that. Lines that are written during the
+  move may be lost: without a pipe between, a child never waits for us, and its last words outlive us.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +28,9 @@ from ..cli.logs import plain_lines
 STOP_TIMEOUT_S = 8.0
 PAUSE_S_MAX = 10.0
 LAST_WORDS_LINE_COUNT = 5
+LOG_BYTES_MAX = 16 << 20
+LOG_LOOK_S = 1.0
+OLDER = ".1"  # ends the name of a log's older part
 WRONG_USAGE = 2  # exit code of a role that no other start would help
 
 
@@ -113,6 +119,7 @@ class Supervisor:
         self.lives_max = lives_max
         self.log_directory = log_directory
         self.children: dict[str, Child] = {}
+        self._logs_looked_at_s = 0.0
         log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def add(
@@ -137,6 +144,7 @@ class Supervisor:
 
     def watch(self) -> list[Child]:
         """Start again what has died and is not given up; returns the children found dead since the last call."""
+        self._bound_logs()
         died: list[Child] = []
         for child in self.children.values():
             if child.is_running or child.process is None:
@@ -150,6 +158,21 @@ class Supervisor:
             if child.is_restarted and is_due and not child.is_given_up:
                 child.start()
         return died
+
+    def _bound_logs(self) -> None:
+        """Move what is long out of the way of who writes: they append, and go on at the new end."""
+        if time.monotonic() < self._logs_looked_at_s + LOG_LOOK_S:
+            return
+        self._logs_looked_at_s = time.monotonic()
+        for path in self.log_directory.glob("*.log"):
+            with contextlib.suppress(OSError):  # a full disk keeps nobody from watching roles
+                if path.stat().st_size >= LOG_BYTES_MAX:
+                    older = path.with_name(path.name + OLDER)
+                    shutil.copyfile(path, older)
+                    older.chmod(0o600)
+                    os.truncate(path, 0)
+                    for child in self.children.values():
+                        child.start_at_byte = 0 if child.log_path == path else child.start_at_byte
 
     def kill(self, name: str) -> int:
         """SIGKILL a child, as a crash would; returns the pid it had."""

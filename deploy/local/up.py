@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -35,9 +36,9 @@ from ...fabric.host.directories import make_directory, write_private
 from ...fabric.model.presets import is_path, is_preset
 from ...fabric.opened import RedisFabric
 from ..cli.exits import INTERRUPTED
+from ..cli.options import with_ports
 from ..cli.printing import Console, show
 from ..cli.speech import say
-from ..cli.status import with_ports
 from .broker_watch import BrokerWatch
 from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
 
@@ -323,6 +324,7 @@ class _Life:
         shown = self._url if self._broker is not None else mask_url(self._url)  # what was given is not ours to tell
         self._say(f"For your trainer:  export ROLLFAB_URL={shown}")
         self._say(f"Look:              {command('status --watch')}      Logs: {self._supervisor.log_directory}/")
+        self._say(f"Read logs:         {command(f'logs --follow --data {shlex.quote(self._options.data)}')}")
 
     def _say(self, text: str, kind: Literal["", "error", "warning"] = "") -> None:
         say(self._console, text, kind)

@@ -17,11 +17,9 @@ from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.text import cleaned
 from ...fabric.inspect.history import HistoryPoint, LendingVerdict, lending_verdicts, points
 from ...fabric.opened import RedisFabric
-from ..cli.demo_view import spark
-from ..cli.options import AsJson, Url, need_url
-from ..cli.printing import Console, show_json
+from ..cli.options import AsJson, Url, need_url, with_ports
+from ..cli.printing import Console, show_json, spark
 from ..cli.speech import say_nothing
-from ..cli.status import with_ports
 
 SINCE = re.compile(r"(\d{1,6}(?:\.\d+)?)\s*(m|min|h|d)")
 UNIT_MS = {"m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}

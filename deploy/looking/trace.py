@@ -20,10 +20,9 @@ from ...fabric.model.shown_tokens import load_shown
 from ...fabric.opened import RedisFabric
 from ...fabric.ports.reading import Counts, GroupState, SeenTrajectory
 from ...fabric.rules.queue.push import no_such_run
-from ..cli.options import AsJson, Url, need_url
+from ..cli.options import AsJson, Url, need_url, with_ports
 from ..cli.printing import Console, show_json
 from ..cli.speech import say_nothing
-from ..cli.status import with_ports
 
 NEXT = {
     "open": "no trajectory is under way: `rollfab status` says why the runs move or not",

@@ -34,9 +34,12 @@ def _new(
     name: Annotated[str, typer.Argument(help="Whose key it is, to find it again.")],
     control: Annotated[bool, typer.Option("--control", help="It may also act, not only look.")] = False,
     file: KeysFile = Path(KEYS_FILE),
+    json: AsJson = False,
 ) -> None:
     """Make a key, print it this once, and keep only its hash."""
-    show(add_key(file, name, "control" if control else "read"))
+    right = "control" if control else "read"
+    key = add_key(file, name, right)
+    show_json({"name": name, "right": right, "key": key}) if json else show(key)
 
 
 def _list(file: KeysFile = Path(KEYS_FILE), json: AsJson = False) -> None:
@@ -51,7 +54,11 @@ def _list(file: KeysFile = Path(KEYS_FILE), json: AsJson = False) -> None:
         show(f"{row['right']:8} {row['name']}")
 
 
-def _drop(name: str, file: KeysFile = Path(KEYS_FILE)) -> None:
+def _drop(
+    name: Annotated[str, typer.Argument(help="Whose key it is.")],
+    file: KeysFile = Path(KEYS_FILE),
+    json: AsJson = False,
+) -> None:
     """Forget a key. An api that runs knows it until it is started again."""
     drop_key(file, name)
-    show("dropped; start the api again")
+    show_json({"name": name, "is_dropped": True}) if json else show("dropped; start the api again")

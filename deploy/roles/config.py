@@ -48,7 +48,9 @@ def _show(
             show(f"{name}.{key} = {value}  ({row['from']})")
 
 
-def _check(context: typer.Context, file: Annotated[Path, typer.Argument(help="The file.")]) -> None:
+def _check(
+    context: typer.Context, file: Annotated[Path, typer.Argument(help="The file.")], json: AsJson = False
+) -> None:
     """Say whether the roles that it has tables of would run by a file, with this environment."""
     tables = read_config(file)
     for role in tables:
@@ -58,6 +60,9 @@ def _check(context: typer.Context, file: Annotated[Path, typer.Argument(help="Th
         except ConfigError as error:
             raise ConfigError(f"{file}: [{role}] {error}", option=role) from error
     count = sum(map(len, tables.values()))
+    if json:
+        show_json({"path": str(file), "is_right": True, "roles": list(tables), "setting_count": count})
+        return
     show(f"{file} is right: {counted(count, 'setting')} of {', '.join(tables) or 'no role'}")
 
 

@@ -135,7 +135,7 @@ def run_controller(options: RoleOptions) -> None:
     from ...workers.controller.controller import Controller, ControllerConfig
 
     async def serve(stop: asyncio.Event) -> None:
-        worker_id = options.worker_id("controller")
+        worker_id = _named(options, "controller")
         async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
             controller = Controller(ports.board, ControllerConfig(worker_id=worker_id), SystemClock())
             async with _beating(ports, partial(_info, worker_id, "controller")):
@@ -157,7 +157,7 @@ def run_agent(options: AgentOptions) -> None:
     confinement = options.foreign.confinement()
 
     async def serve(stop: asyncio.Event) -> None:
-        worker_id = options.worker_id("agent")
+        worker_id = _named(options, "agent")
         clock = SystemClock()
         config = AgentConfig(
             worker_id=worker_id,
@@ -233,7 +233,7 @@ def run_gateway(options: GatewayOptions) -> None:
         return
 
     async def serve(stop: asyncio.Event) -> None:
-        worker_id, clock, desk = options.worker_id("gateway"), SystemClock(), Desk()
+        worker_id, clock, desk = _named(options, "gateway"), SystemClock(), Desk()
         config = AgentConfig(worker_id=worker_id, environment_count=options.session_count, hub_names=options.hub_names)
 
         def make_ask_reward() -> AskReward:
@@ -279,7 +279,7 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
     from ...workers.rollout.worker import RolloutWorker
     from ...workers.serving.wiring import announce
 
-    worker_id, engine, serving = options.worker_id(options.role), options.engine, options.serving
+    worker_id, engine, serving = _named(options, options.role), options.engine, options.serving
     options.check()
     asyncio.run(_reach(options.url, worker_id))
     sharing = _sharing(serving)
@@ -423,7 +423,7 @@ def run_reward(options: RewardOptions) -> None:
     confinement = options.foreign.confinement()
 
     async def serve(stop: asyncio.Event) -> None:
-        worker_id, clock, registry = options.worker_id("reward"), SystemClock(), _registry(options.foreign)
+        worker_id, clock, registry = _named(options, "reward"), SystemClock(), _registry(options.foreign)
         config = ScoringConfig(
             worker_id=worker_id,
             timeout_s=options.timeout_s,
@@ -457,7 +457,7 @@ def run_api(options: ApiOptions) -> None:
     weights = WeightFiles(None if options.weights is None else Path(options.weights))
 
     async def serve(stop: asyncio.Event) -> None:
-        worker_id = options.worker_id("api")
+        worker_id = _named(options, "api")
         # A page that waits is worse than a page that says the broker is gone.
         async with contextlib.AsyncExitStack() as stack:
             ports = await stack.enter_async_context(
@@ -489,6 +489,13 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
     if tasks[0].done():
         tasks[0].result()
     await end_all(tasks)
+
+
+def _named(options: RoleOptions, kind: str) -> str:
+    """Choose this process's name among workers, and log it: `rollfab logs --worker` finds the process by it."""
+    worker_id = options.worker_id(kind)
+    log.info("role.started", extra={"worker_id": worker_id, "pid": os.getpid()})
+    return worker_id
 
 
 def _info(worker_id: str, role: str) -> WorkerInfo:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ..cli.options import Url, need_url
-from ..cli.printing import show
+from ..cli.options import AsJson, Url, need_url
+from ..cli.printing import show, show_json
 
 
 def register(app: typer.Typer) -> None:
@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
         seed: Annotated[int, typer.Option(help="Of model and tasks.")] = 0,
         output: Annotated[str, typer.Option(help="Checkpoints and summary.json go here.")] = "rollfab-train",
         fresh: Annotated[bool, typer.Option("--fresh", help="Ignore an earlier checkpoint.")] = False,
+        json: AsJson = False,
     ) -> None:
         """Train the tiny model with GRPO on an environment that is offered."""
         from ...trainer.loop import TrainOptions, run_training
@@ -41,5 +42,8 @@ def register(app: typer.Typer) -> None:
                 is_fresh=fresh,
             )
         )
+        if json:
+            show_json(summary)
+            return
         rewards = f"mean reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f}"
         show(f"{summary['steps']} steps, {summary['rollouts']} rollouts, {rewards}; see {output}/summary.json")

@@ -8,14 +8,11 @@ this file reads arguments, shows progress and chooses exit codes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from ...fabric.contract.errors import BrokerError, ConfigError, InputError, WireError
 from ...fabric.format.codec import Bits
@@ -31,10 +28,10 @@ from ...fabric.rules.queue.push import no_such_run
 from ...fabric.rules.weights.chain import readable_versions
 from ...fabric.versions.held import readable
 from ...fabric.versions.reader import fetch_bits
-from ..cli.options import AsJson, Url, need_url
+from ..cli.options import AsJson, Run, RunFirst, Url, find_run, need_url, with_ports
 from ..cli.printing import Console, show_json
+from ..cli.progress import progress
 from ..cli.speech import say_nothing
-from ..cli.status import with_ports
 from .export import Exported, export_delta, export_full
 from .repair import repair
 from .view import (
@@ -48,7 +45,6 @@ from .view import (
     version_table,
 )
 
-Run = Annotated[str, typer.Argument(help="The run.", show_default=False)]
 Version = Annotated[int, typer.Argument(help="A version that is held.", min=0, show_default=False)]
 
 
@@ -77,51 +73,51 @@ async def list_versions(store: WeightStore, run_id: str) -> list[dict[str, Any]]
 
 
 def _add_ls(weights: typer.Typer) -> None:
-    @weights.command("ls")
-    def list_weights(run: Run, url: Url = None, json: AsJson = False) -> None:
+    @weights.command("ls", cls=RunFirst)
+    def list_weights(run: Run = None, url: Url = None, json: AsJson = False) -> None:
         """List the versions that the broker holds, and who holds them."""
 
-        async def work(ports: RedisFabric) -> list[dict[str, Any]]:
-            await _require_run(ports, run)
-            return await list_versions(ports.weights, run)
+        async def work(ports: RedisFabric) -> tuple[str, list[dict[str, Any]]]:
+            run_id = await _require_run(ports, run)
+            return run_id, await list_versions(ports.weights, run_id)
 
-        rows = with_ports(need_url(url), work)
+        run_id, rows = with_ports(need_url(url), work)
         if json:
             show_json(rows)
         elif rows:
             Console().print(version_table(rows), highlight=False)
         else:
-            say_nothing(f"nothing is published in run {run} yet: its trainer does, with run.publish")
+            say_nothing(f"nothing is published in run {run_id} yet: its trainer does, with run.publish")
 
 
 def _add_inspect(weights: typer.Typer) -> None:
-    @weights.command("inspect")
+    @weights.command("inspect", cls=RunFirst)
     def inspect_weights(
-        run: Run,
         version: Version,
         kind: Annotated[
             str | None, typer.Option(help="delta, jump-8, jump-64 or keyframe. Default: delta, or what there is.")
         ] = None,
+        run: Run = None,
         url: Url = None,
         json: AsJson = False,
     ) -> None:
         """Take a version apart: its manifest, its blocks by mode and by tensor, its distance to the entropy floor."""
 
         async def work(ports: RedisFabric) -> Inspection:
-            await _require_run(ports, run)
-            with _progress(f"version {version}", is_shown=not json) as tell:
-                return await inspect_version(ports.weights, run, version, kind, progress=tell)
+            run_id = await _require_run(ports, run)
+            with progress(f"version {version}", unit="bytes", is_shown=not json) as tell:
+                return await inspect_version(ports.weights, run_id, version, kind, progress=tell)
 
         found = with_ports(need_url(url), work)
         _show(inspection_object(found) if json else inspection_parts(found))
 
 
 def _add_verify(weights: typer.Typer) -> None:
-    @weights.command("verify")
+    @weights.command("verify", cls=RunFirst)
     def verify_weights(
-        run: Run,
         version: Annotated[int | None, typer.Argument(help="Default: the head.", min=0, show_default=False)] = None,
         is_all: Annotated[bool, typer.Option("--all", help="Every version that is held.")] = False,
+        run: Run = None,
         url: Url = None,
         json: AsJson = False,
     ) -> None:
@@ -130,10 +126,10 @@ def _add_verify(weights: typer.Typer) -> None:
             raise ConfigError("verify takes a version or --all, not both")
 
         async def work(ports: RedisFabric) -> Verified:
-            await _require_run(ports, run)
-            chosen = None if is_all else version if version is not None else (await ports.weights.head(run)).version
-            with _progress("verifying", is_shown=not json) as tell:
-                return await verify(ports.weights, run, chosen, progress=tell)
+            run_id = await _require_run(ports, run)
+            chosen = None if is_all else version if version is not None else (await ports.weights.head(run_id)).version
+            with progress("verifying", unit="bytes", is_shown=not json) as tell:
+                return await verify(ports.weights, run_id, chosen, progress=tell)
 
         found = with_ports(need_url(url), work)
         _show(verified_object(found) if json else verified_parts(found))
@@ -141,31 +137,39 @@ def _add_verify(weights: typer.Typer) -> None:
 
 
 def _add_repair(weights: typer.Typer) -> None:
-    @weights.command("repair")
+    @weights.command("repair", cls=RunFirst)
     def repair_weights(
-        run: Run,
         timeout: Annotated[float, typer.Option(help="Seconds to wait for the publisher that lives.", min=0)] = 60.0,
+        run: Run = None,
         url: Url = None,
+        json: AsJson = False,
     ) -> None:
         """Have damage to published weights healed: by the trainer that lives; without one, as far as can be from here.
 
         Exits with 0 once the head, and all that is held, can be read, and with 1 where something stays damaged.
         """
 
+        told: list[str] = []
+
         def say(text: str) -> None:
-            Console().print(text, highlight=False, markup=False)
+            told.append(text)
+            if not json:
+                Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
-        async def work(ports: RedisFabric) -> bool:
-            await _require_run(ports, run)
-            return await repair(ports.weights, run, say=say, timeout_s=timeout)
+        async def work(ports: RedisFabric) -> tuple[str, bool]:
+            run_id = await _require_run(ports, run)
+            with progress("looking at all that is held", unit="bytes") as tell:
+                return run_id, await repair(ports.weights, run_id, say=say, progress=tell, timeout_s=timeout)
 
-        raise typer.Exit(0 if with_ports(need_url(url), work) else 1)
+        run_id, is_right = with_ports(need_url(url), work)
+        if json:
+            show_json({"run_id": run_id, "is_right": is_right, "done": told})
+        raise typer.Exit(0 if is_right else 1)
 
 
 def _add_diff(weights: typer.Typer) -> None:
-    @weights.command("diff")
+    @weights.command("diff", cls=RunFirst)
     def diff_weights(
-        run: Run,
         first: Annotated[int, typer.Argument(metavar="FROM", help="A version.", min=0, show_default=False)],
         second: Annotated[
             int | None, typer.Argument(metavar="[TO]", help="Another version.", min=0, show_default=False)
@@ -173,6 +177,7 @@ def _add_diff(weights: typer.Typer) -> None:
         checkpoint: Annotated[
             Path | None, typer.Option(help="Instead of TO: a .safetensors file, or a directory of them.", exists=True)
         ] = None,
+        run: Run = None,
         url: Url = None,
         json: AsJson = False,
     ) -> None:
@@ -181,22 +186,23 @@ def _add_diff(weights: typer.Typer) -> None:
             raise ConfigError("diff takes a second version or --checkpoint, and not both")
 
         async def work(ports: RedisFabric) -> dict[str, Any]:
-            await _require_run(ports, run)
-            if second is not None:
-                return diff_object(await diff_versions(ports.weights, run, first, second))
+            run_id = await _require_run(ports, run)
+            with progress("comparing", is_shown=not json):
+                if second is not None:
+                    rows = diff_object(await diff_versions(ports.weights, run_id, first, second))
+                else:
+                    assert checkpoint is not None
+                    there = await diff_checkpoint(ports.weights, run_id, first, checkpoint)
+                    rows = diff_object(there.tensors, missing=there.missing, unknown=there.unknown)
+            return {"run_id": run_id, "from": first, "to": second, **rows}
 
-            assert checkpoint is not None
-            found = await diff_checkpoint(ports.weights, run, first, checkpoint)
-            return diff_object(found.tensors, missing=found.missing, unknown=found.unknown)
-
-        found = {"run_id": run, "from": first, "to": second, **with_ports(need_url(url), work)}
+        found = with_ports(need_url(url), work)
         _show(found if json else diff_parts(found))
 
 
 def _add_export(weights: typer.Typer) -> None:
-    @weights.command("export")
+    @weights.command("export", cls=RunFirst)
     def export_weights(
-        run: Run,
         version: Version,
         directory: Annotated[Path, typer.Argument(help="Where its directory weight_v… is made.", show_default=False)],
         delta_from: Annotated[
@@ -211,6 +217,7 @@ def _add_export(weights: typer.Typer) -> None:
                 help="A checkpoint whose config and tokenizer go beside full weights.", exists=True, file_okay=False
             ),
         ] = None,
+        run: Run = None,
         url: Url = None,
         json: AsJson = False,
     ) -> None:
@@ -218,19 +225,25 @@ def _add_export(weights: typer.Typer) -> None:
         if delta_from is not None and files_from is not None:
             raise ConfigError("export takes --delta-from or --files-from, not both: a delta has weights alone")
 
-        async def work(ports: RedisFabric) -> Exported:
-            await _require_run(ports, run)
-            if delta_from is None:
-                return await export_full(ports.weights, run, version, directory, files_from)
-            form = Form(version=version, base_version=delta_from, encoding=encoding, checksum=checksum)
-            return await export_delta(ports.weights, run, form, directory)
+        async def work(ports: RedisFabric) -> tuple[str, Exported]:
+            run_id = await _require_run(ports, run)
+            with progress(f"writing version {version}", is_shown=not json):
+                if delta_from is None:
+                    return run_id, await export_full(ports.weights, run_id, version, directory, files_from)
+                form = Form(version=version, base_version=delta_from, encoding=encoding, checksum=checksum)
+                return run_id, await export_delta(ports.weights, run_id, form, directory)
 
-        found = with_ports(need_url(url), work)
-        _show({"run_id": run, **asdict(found)} if json else exported_parts(found))
+        run_id, found = with_ports(need_url(url), work)
+        _show({"run_id": run_id, **asdict(found)} if json else exported_parts(found))
 
 
-async def _require_run(ports: RedisFabric, run: str) -> None:
-    """Raises RunUnknown: nothing was ever published or pushed under that name. WireError: its head cannot be read."""
+async def _require_run(ports: RedisFabric, named: str | None) -> str:
+    """Return the run's name; None named: that of the only run.
+
+    Raises:
+        RunUnknown: nothing was ever published or pushed under that name. WireError: its head cannot be read.
+    """
+    run = named or (await find_run(ports, None)).run_id
     try:
         head = await ports.weights.head(run)
     except WireError:
@@ -240,6 +253,7 @@ async def _require_run(ports: RedisFabric, run: str) -> None:
         await _require_head(ports, run)
     if head.epoch == 0 and run not in (runs := await ports.board.runs()):
         raise no_such_run(run, known=runs)
+    return run
 
 
 async def _require_head(ports: RedisFabric, run: str) -> None:
@@ -263,25 +277,6 @@ def _show(found: dict[str, Any] | list[Any]) -> None:
     console = Console()
     for part in found:
         console.print(part, highlight=False)
-
-
-@contextmanager
-def _progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes on a terminal's stderr; the function given moves it."""
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not is_shown or not console.is_terminal)
-    task = bar.add_task(what)
-
-    def tell(done: int, total: int) -> None:
-        bar.start()  # not before there is anything to show
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield tell
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 # ---------------------------------------------------------------- checkpoint

@@ -18,7 +18,7 @@ from ...fabric.contract.text import counted
 from ...fabric.format.codec import Bits
 from ...fabric.format.manifest import Damage, Head, WeightManifest
 from ...fabric.inspect.healing import Wound, examine, mend
-from ...fabric.inspect.verify import Verified, verify
+from ...fabric.inspect.verify import Progress, Verified, verify
 from ...fabric.ports.weights import WeightStore
 from ...fabric.rules.weights.chain import KEYFRAME, Link, readable_versions
 from ...fabric.versions.held import readable
@@ -33,12 +33,19 @@ Say = Callable[[str], None]
 
 
 async def repair(
-    store: WeightStore, run_id: str, *, say: Say, timeout_s: float = 60.0, clock: Clock | None = None
+    store: WeightStore,
+    run_id: str,
+    *,
+    say: Say,
+    progress: Progress = lambda done, total: None,
+    timeout_s: float = 60.0,
+    clock: Clock | None = None,
 ) -> bool:
     """Have all damage to a run's weights healed; returns whether the head and all that is held can be read then.
 
     Args:
         say: takes each line of what is done.
+        progress: of the first look at everything, in bytes.
         timeout_s: how long to wait for a publisher that lives.
 
     Raises:
@@ -46,7 +53,7 @@ async def repair(
         VersionConflict: a publisher opened the run meanwhile; it heals by itself.
     """
     clock = clock or SystemClock()
-    found = await verify(store, run_id)
+    found = await verify(store, run_id, progress=progress)
     if not found.faults:
         say("all right: nothing to repair")
         return True

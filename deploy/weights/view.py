@@ -14,6 +14,7 @@ from ...fabric.format.manifest import BROKER
 from ...fabric.inspect.diff import TensorDiff
 from ...fabric.inspect.inspection import Inspection, version_figures
 from ...fabric.inspect.verify import Verified
+from ..cli.printing import brief, cells, new_table
 from .export import Exported
 
 ROWS_SHOWN_MAX = 24  # of tensors and chunks, the largest first; --json has all
@@ -22,26 +23,26 @@ NAMES_SHOWN_MAX = 5
 
 def version_table(rows: Sequence[dict[str, Any]]) -> Table:
     """`weights ls`."""
-    counts = ("version", "kind", "base", "bytes", "chunks", "changed", "density", "B/changed", "of floor", "smaller")
-    table = _table(*counts, "carrier", "", left=("kind", "carrier", ""))
+    figures = ("base", "bytes", "changed", "density", "B each", "floor", "smaller")
+    table = new_table("version", "kind", *figures, "", left=("kind", ""))
     for row in rows:
         is_keyframe = row["density"] is None
         marks = ["head"] if row["is_head"] else []
-        if row["holder_count"]:
-            marks.append(f"{row['holder_count']} holding")
+        marks += [f"{row['holder_count']} holding"] if row["holder_count"] else []
+        marks += [row["carrier"]] if row["carrier"] != BROKER else []
         table.add_row(
-            str(row["version"]),
-            row["kind"],
-            "" if is_keyframe else str(row["base_version"]),
-            f"{row['payload_bytes']:,}",
-            str(row["chunk_count"]),
-            "all" if is_keyframe else f"{row['changed_count']:,}",
-            "" if is_keyframe else percent(row["density"]),
-            _figure(row["bytes_per_changed"], ".2f"),
-            _figure(row["of_entropy_floor"], ".0%"),
-            _figure(row["dense_over_payload"], ".1f", "x"),
-            row["carrier"],
-            ", ".join(marks),
+            *cells(
+                str(row["version"]),
+                row["kind"],
+                "" if is_keyframe else str(row["base_version"]),
+                brief(row["payload_bytes"]),
+                "all" if is_keyframe else brief(row["changed_count"]),
+                "" if is_keyframe else percent(row["density"]),
+                _figure(row["bytes_per_changed"], ".2f"),
+                _figure(row["of_entropy_floor"], ".0%"),
+                _figure(row["dense_over_payload"], ".1f", "x"),
+                ", ".join(marks),
+            )
         )
     return table
 
@@ -155,13 +156,12 @@ def diff_parts(found: dict[str, Any]) -> list[RenderableType]:
     if not found["tensors"]:
         parts.append(f"equal, bit by bit: {found['total']['tensor_count']} tensors")
         return parts
-    headings = ("tensor", "changed", "of", "density", "1 step", "2-3", "more", "largest change")
-    table = _table(*headings, left=("tensor",))
+    headings = ("tensor", "changed", "density", "1 step", "2-3", "more", "largest")
+    table = new_table(*headings, left=("tensor",))
     rows = sorted(found["tensors"], key=lambda each: -each["changed_count"])
     for row in rows[:ROWS_SHOWN_MAX]:
-        table.add_row(row["name"], *_difference(row))
-    table.add_section()
-    table.add_row(f"all {found['total']['tensor_count']}", *_difference(found["total"]))
+        table.add_row(*cells(row["name"], *_difference(row)))
+    table.add_row(*cells(f"all {found['total']['tensor_count']}", *_difference(found["total"])), style="bold")
     return [*parts, table, *_rest(len(rows), "tensors that differ")]
 
 
@@ -180,33 +180,32 @@ def percent(fraction: float) -> str:
 def _difference(row: dict[str, Any]) -> list[str]:
     changed = max(1, row["changed_count"])
     steps = [f"{row[name] / changed:.1%}" for name in ("one_step_count", "few_steps_count", "many_steps_count")]
-    counts = [f"{row['changed_count']:,}", f"{row['element_count']:,}", percent(row["density"])]
+    counts = [brief(row["changed_count"]), percent(row["density"])]
     return [*counts, *steps, _figure(row["change_max"], ".3g")]
 
 
 def _modes(rows: Sequence[dict[str, Any]]) -> Table:
-    table = _table("mode", "blocks", "bytes", "changed", "density", left=("mode",))
+    table = new_table("mode", "blocks", "bytes", "changed", "density", left=("mode",))
     for row in rows:
         density = percent(row["changed_count"] / max(1, row["element_count"]))
-        table.add_row(
-            row["mode"], *(f"{row[name]:,}" for name in ("block_count", "byte_count", "changed_count")), density
-        )
+        counts = (f"{row[name]:,}" for name in ("block_count", "byte_count", "changed_count"))
+        table.add_row(*cells(row["mode"], *counts, density))
     return table
 
 
 def _tensors(rows: Sequence[dict[str, Any]]) -> Table:
-    table = _table("tensor", "dtype", "blocks", "bytes", "changed", "density", "B/changed", left=("tensor", "dtype"))
+    table = new_table("tensor", "dtype", "blocks", "bytes", "changed", "density", "B each", left=("tensor", "dtype"))
     for row in rows:
         each = row["byte_count"] / max(1, row["changed_count"])
-        counts = (f"{row[name]:,}" for name in ("block_count", "byte_count", "changed_count"))
-        table.add_row(row["name"], row["dtype"], *counts, percent(row["density"]), f"{each:.2f}")
+        counts = (brief(row[name]) for name in ("block_count", "byte_count", "changed_count"))
+        table.add_row(*cells(row["name"], row["dtype"], *counts, percent(row["density"]), f"{each:.2f}"))
     return table
 
 
 def _chunks(rows: Sequence[dict[str, Any]]) -> Table:
-    table = _table("chunk", "bytes", "digest")
+    table = new_table("chunk", "bytes", "digest", left=("digest",))
     for row in rows:
-        table.add_row(str(row["index"]), f"{row['bytes']:,}", row["digest"])
+        table.add_row(*cells(str(row["index"]), f"{row['bytes']:,}", row["digest"]))
     return table
 
 
@@ -216,10 +215,3 @@ def _rest(count: int, what: str) -> list[Text]:
 
 def _figure(value: float | None, form: str, unit: str = "") -> str:
     return "" if value is None else f"{value:{form}}{unit}"
-
-
-def _table(*headings: str, left: Sequence[str] = ()) -> Table:
-    table = Table(header_style="bold")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
-    return table

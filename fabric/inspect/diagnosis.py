@@ -366,7 +366,7 @@ def _full(view: _View) -> Iterator[Cause]:
         yield view.cause(
             "broker_full",
             f"the broker holds {_size(used)} and may hold {_size(limit)}, so nothing new is taken in",
-            "Consume groups, delete runs that are over (`rollfab runs rm NAME`), or raise its maxmemory",
+            "Consume groups, delete runs that are over (`rollfab runs rm --run NAME`), or raise its maxmemory",
         )
 
 
@@ -511,8 +511,8 @@ _FETCHES = "Wait: it fetches the head by itself; if it takes minutes, read the l
 
 def _heal(view: _View) -> str:
     return (
-        f"See what is damaged: `rollfab weights verify {view.config.run_id}`; a keyframe heals it: publish the next "
-        "version, or restart the worker"
+        f"See what is damaged: `rollfab weights verify --run {view.config.run_id}`; a keyframe heals it: publish the "
+        "next version, or restart the worker"
     )
 
 

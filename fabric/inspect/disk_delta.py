@@ -258,7 +258,7 @@ def _new(delta: DiskDelta, spec: TensorSpec, old: Bits) -> Bits:
         raise DigestMismatch(
             f"{change.where} has checksum {found} after the change, and {promised} is promised: the file is damaged, or"
             f" the run's version {delta.base_version} is not the trainer's. Compare it with the trainer's checkpoint"
-            f" (`rollfab weights diff RUN {delta.base_version} --checkpoint DIRECTORY`), or have the delta written"
+            f" (`rollfab weights diff {delta.base_version} --checkpoint DIRECTORY`), or have the delta written"
             " again",
             name=spec.name,
         )

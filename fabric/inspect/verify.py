@@ -86,7 +86,7 @@ async def verify(
     if version is not None and version not in {name[0] for name in names}:
         raise VersionUnknown(
             f"version {version} of run {run_id!r} is not held by the broker (head is {head.version}):"
-            f" `rollfab weights ls {run_id}` shows what is",
+            f" `rollfab weights ls --run {run_id}` shows what is",
             version=version,
             head=head.version,
         )

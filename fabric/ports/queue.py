@@ -33,6 +33,7 @@ from ..contract.records import (
 )
 from ..contract.sharing import LendSetting, SharingReport
 from ..rules.queue.curve import Curve
+from ..rules.queue.dead import DeadVerdict
 from ..rules.queue.timings import Histograms, Timings
 from .reading import TrajectoryReader
 from .weights import WeightStore
@@ -219,7 +220,7 @@ class BadRow:
     def step(self) -> str:
         """The command that removes it."""
         if self.table == "runs" and NAME.match(self.row):
-            return f"rollfab runs rm --yes -- {quote(self.row)}"
+            return f"rollfab runs rm --yes --run {quote(self.row)}"
         return " ".join(["rollfab rows rm --", quote(self.table), *([quote(self.row)] if self.row else [])])
 
 
@@ -444,7 +445,16 @@ class RolloutStream(Protocol):
         ...
 
     async def dead_letters(self, count: int) -> list[DeadLetter]: ...
-    async def discard(self, trajectory_id: str) -> bool: ...
+    async def retry(self, trajectory_ids: Sequence[str], *, is_dry: bool = False) -> dict[str, DeadVerdict]:
+        """Let trajectories that were given up run again in their own groups, each group's together and each once.
+
+        Returns what became of each, also where a call whose answer was lost is repeated. is_dry: what would.
+        """
+        ...
+
+    async def discard(self, trajectory_ids: Sequence[str], *, is_dry: bool = False) -> dict[str, DeadVerdict]:
+        """Forget dead letters; returns what became of each: done or unknown. is_dry: what would."""
+        ...
 
 
 class LeaseBoard(Protocol):

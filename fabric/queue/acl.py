@@ -9,7 +9,7 @@
   a user who must not touch another's runs needs a broker of their own.
 - Passwords are 256 random bits; the file holds their SHA-256.
 
-Who writes the file, and where, is deploy/cli/acl.py's.
+Who writes the file, and where, is deploy/roles/acl.py's.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ ENDING_KEYS = (
     "{run}:trajectory:* {run}:turn:* {run}:group:* {run}:rollouts:* {run}:completed {run}:counters {run}:run "
     "{run}:open {run}:late {run}:dead {run}:clock {run}:rewards {run}:begun {run}:timings"
 )
+RETRY_KEYS = (
+    "{run}:dead {run}:group:* {run}:completed {run}:counters {run}:open {run}:late {run}:trajectory:record "
+    "{run}:trajectory:ready:* {run}:trajectory:bell"
+)
 RQ_ASK = "sadd hset rpush multi exec llen scard"  # what rq sends to put a job on its queue and to see how long it is …
 RQ_ASK_KEYS = "rq:queues rq:queue:* rq:job:*"
 RQ_WORK = (  # … and to take one, run it and keep its books; measured (MONITOR) with rq 2.12
@@ -87,8 +91,8 @@ AGENT = Rights(
 
 TRAINER = Rights(
     purpose="creates runs, pushes groups, takes completed ones, publishes weights",
-    scripts="push_group beat_consumer acknowledge drop_kept cancel_group rerun_stale open_publisher put_manifest "
-    "advance_head set_head drop_version mend late_groups close_group add_event clock holders offer answer",
+    scripts="push_group beat_consumer acknowledge drop_kept cancel_group rerun_stale retry_dead open_publisher "
+    "put_manifest advance_head set_head drop_version mend late_groups close_group add_event clock holders offer answer",
     commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
     "mget get getrange xrevrange xread wait waitaof",
     reads=f"{STATUS_KEYS} {{weights}}:*",
@@ -140,24 +144,25 @@ RIGHTS: dict[str, Rights] = {
         reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS}",
     ),
     "api-control": Rights(
-        purpose="an api that also switches lending",
-        scripts="clock holders add_event set_lend",
-        commands=f"{STATUS} hkeys xread xrange",
+        purpose="an api that also switches lending, and retries and discards dead letters",
+        scripts="clock holders add_event set_lend retry_dead",
+        commands=f"{STATUS} hkeys xread xrange hexists hdel",
         reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS}",
-        writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
+        writes=f"{{rf}}:lends {{rf}}:lease_bell:* {{rf}}:events {RETRY_KEYS}",
     ),
     "api-trajectories": Rights(
-        purpose="an api that also switches lending, and shows trajectories: tasks, texts and tokens",
-        scripts="clock holders add_event set_lend look_begun",
-        commands=f"{STATUS} hkeys xread xrange xrevrange",
+        purpose="an api that also does what api-control does, and shows trajectories: tasks, texts and tokens",
+        scripts="clock holders add_event set_lend retry_dead look_begun",
+        commands=f"{STATUS} hkeys xread xrange xrevrange hexists hdel",
         reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS} {TRAJECTORY_KEYS}",
-        writes="{rf}:lends {rf}:lease_bell:* {rf}:events",
+        writes=f"{{rf}}:lends {{rf}}:lease_bell:* {{rf}}:events {RETRY_KEYS}",
     ),
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, runs, trace",
-        scripts="look_begun push_group clock holders add_event set_lend answer put_manifest drop_version mend",
-        commands=f"{STATUS} set hset hkeys hdel xread xrange xrevrange scan unlink mget getrange get persist exists "
-        "type lrange sscan zrem xdel lrem srem",  # the last line: to find and remove rows that cannot be read
+        scripts="look_begun push_group retry_dead clock holders add_event set_lend answer put_manifest drop_version "
+        "mend",
+        commands=f"{STATUS} set hset hkeys hdel hexists xread xrange xrevrange scan unlink mget getrange get persist "
+        "exists type lrange sscan zrem xdel lrem srem",  # the last words: to find and remove rows that cannot be read
         reads="",
         writes="{rf}:* {run}:* rq:*",
     ),

@@ -329,7 +329,9 @@ def _run_in(run_id: str, raw: bytes) -> RunConfig:
     try:
         return run_row(run_id.encode(), raw)
     except WireError as error:
-        raise WireError(f"run {run_id!r} cannot be read, `rollfab runs rm {run_id}` deletes it: {error}") from error
+        raise WireError(
+            f"run {run_id!r} cannot be read, `rollfab runs rm --run {run_id}` deletes it: {error}"
+        ) from error
 
 
 def _bases(run_id: str, raw: bytes) -> list[str]:

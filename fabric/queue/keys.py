@@ -41,7 +41,8 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:leases         HASH   worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
   rf:{run.s}:lease_term     STRING the highest term that has written leases here. Controller.
   rf:{run.s}:group:<id>     HASH   size, quorum, priority, completed, failed, cancelled (trajectories that ended so),
-                                   state (open | complete), ended_by, bytes, task (JSON), deadline if it has one,
+                                   state (open | complete), ended_by and entry (of `completed`) once it was
+                                   complete, bytes, task (JSON), deadline if it has one,
                                    redelivered if it was taken back from somebody who may have used it.
                                    pushed: when it was taken in. Deleted by acknowledge or cancel.
   rf:{run.s}:open           HASH   group_id → "priority missing quorum" of groups not complete. Field deleted then.

@@ -24,15 +24,16 @@ from ..broker.clients.waiting import first_found
 from ..broker.connection import translate
 from ..contract.clock import Clock, SystemClock
 from ..contract.errors import BrokerError, FabricError, FirstError
-from ..contract.ids import new_worker_id, trajectory_id
+from ..contract.ids import group_of, new_worker_id, trajectory_id
 from ..contract.records import DeadLetter, Failure, Group, Rollout, RunConfig
 from ..contract.wire import dump_json
 from ..ports.queue import ConsumerBeat, Delivery, GroupPush
+from ..rules.queue.dead import VERDICTS, DeadVerdict
 from ..rules.queue.keeping import KEPT_COUNT_MAX, to_drop
 from ..rules.queue.push import DEAD_COUNT_MAX, outcome, too_many_bytes, too_many_dead, too_many_open
 from ..rules.queue.retries import NO_LETTER, RERUN_COUNT_MAX, is_stale, not_held, too_stale
 from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER, RunShards, ShardKeys
-from .rows import BadRows, GroupFacts, given_up_row, kept_row, letter_row, rollout_rows
+from .rows import BadRows, GroupFacts, given_up_row, is_job_name, kept_row, letter_row, rollout_rows
 from .scripts import Call, Durability, Owner, Scripts, call_durably
 from .status import unknown_run
 
@@ -44,6 +45,7 @@ DROP_COUNT = 500  # entries looked at behind one of no group
 TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
 NO_RUN = -2  # queue/lua/rollouts/push_group.lua: the run is not there
 KEPT_TOO_MUCH = 2  # queue/lua/rollouts/acknowledge.lua
+RETRY_COUNT = 256  # groups of which dead trajectories are retried by one round trip
 LATE_COUNT = 64  # groups closed at their deadline by one call
 
 
@@ -414,9 +416,37 @@ class RedisRolloutStream:
                     break
         return letters[:count]
 
-    async def discard(self, trajectory_id: str) -> bool:
+    async def retry(self, trajectory_ids: Sequence[str], *, is_dry: bool = False) -> dict[str, DeadVerdict]:
+        groups: dict[str, list[str]] = {}
+        for name in dict.fromkeys(trajectory_ids):
+            if is_job_name(name.encode("utf-8", "replace")):
+                groups.setdefault(group_of(name), []).append(name)
+        found: dict[str, DeadVerdict] = dict.fromkeys(trajectory_ids, "unknown")
+        first_error = FirstError()
+        rows = list(groups.items())
+        for first in range(0, len(rows), RETRY_COUNT):
+            part = rows[first : first + RETRY_COUNT]
+            with translate():
+                answers = await self._scripts.call_many([self._retry_call(*each, is_dry=is_dry) for each in part])
+            for (_, names), answer in zip(part, answers, strict=True):
+                with first_error, translate():  # a group that cannot be read keeps no other waiting
+                    found.update(zip(names, (VERDICTS[code] for code in checked([answer])[0]), strict=True))
+        first_error.raise_it()
+        return found
+
+    def _retry_call(self, group_id: str, names: Sequence[str], *, is_dry: bool) -> Call:
+        keys = self._shards.of(group_id)
+        return "retry_dead", [keys, keys.of_group(group_id)], [group_id, int(is_dry), *names]
+
+    async def discard(self, trajectory_ids: Sequence[str], *, is_dry: bool = False) -> dict[str, DeadVerdict]:
+        names = list(dict.fromkeys(trajectory_ids))
+        word = "HEXISTS" if is_dry else "HDEL"
         with translate():
-            return bool(await self._client.hdel(self._shards.of(trajectory_id).dead, trajectory_id))
+            asked: list[Command] = [
+                (word, self._shards.of(name).dead, name.encode("utf-8", "replace")) for name in names
+            ]
+            answers = checked(await self._scripts.channel.ask_many(asked))
+        return {name: "done" if answer else "unknown" for name, answer in zip(names, answers, strict=True)}
 
 
 def _translated(error: Exception) -> FabricError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any, cast
 
@@ -9,8 +10,9 @@ import pytest
 
 from rollfab.fabric.contract.errors import ClaimLost, QueueFull
 from rollfab.fabric.contract.ids import shard_of
-from rollfab.fabric.contract.records import Failure, Span, TokenLog
+from rollfab.fabric.contract.records import DeadLetter, Failure, Span, TokenLog
 from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnProgress
+from rollfab.fabric.queue.keys import RunShards
 from tests.contracts.conftest import World
 from tests.contracts.test_queue import expire, group_of_size, held_one, lease, letter_of, rollout_of, turn_of
 
@@ -104,7 +106,7 @@ async def test_a_failure_has_a_reason_though_its_dead_letter_is_gone(world: Worl
     claim = await held_one(world)
     name = claim.job.trajectory_id
     assert await world.trajectories.fail(name, claim.fence, letter_of(claim), is_final=True) == "dead"
-    assert await world.rollouts.discard(name)
+    assert await world.rollouts.discard([name, "x.0"]) == {name: "done", "x.0": "unknown"}
     (delivery,) = await world.rollouts.receive("t", 1, 1.0)
     assert delivery.group.failures == (Failure(name, "its dead letter was retried or discarded since"),)
 
@@ -614,3 +616,143 @@ async def test_a_look_shows_a_group_that_is_too_stale_to_be_delivered_and_runs_n
     await complete_too_stale(world)
     assert [group.group_id for group in await world.rollouts.peek(10)] == ["g1"]
     assert await world.trajectories.claim("a1", 2) == []
+
+
+# ---- trajectories that were given up and are retried: each once, in its own group, or refused with the cause
+
+
+async def bury(world: World, *claims: TrajectoryClaim) -> list[str]:
+    """Give trajectories up for good; returns their names."""
+    for claim in claims:
+        found = await world.trajectories.fail(claim.job.trajectory_id, claim.fence, letter_of(claim), is_final=True)
+        assert found == "dead"
+    return [claim.job.trajectory_id for claim in claims]
+
+
+async def letters(world: World) -> list[DeadLetter]:
+    return list(await world.rollouts.dead_letters(99))
+
+
+async def ended(world: World, group_id: str = "g1") -> TrajectoryClaim:
+    """A group of two that is complete: one of its trajectories has ended well, the other is dead, and returned."""
+    await push(world, group_id, size=2)
+    good, bad = await world.trajectories.claim("a1", 2)
+    assert await settle(world, good)
+    await bury(world, bad)
+    return bad
+
+
+async def test_a_retried_trajectory_ends_in_its_own_open_group_with_all_attempts(world: World) -> None:
+    # Given an open group of two, one of which is dead
+    await push(world, size=2)
+    bad, good = await world.trajectories.claim("a1", 2)
+    (name,) = await bury(world, bad)
+
+    # When it is retried, also by a call that is repeated, or is of a second operator
+    assert await world.rollouts.retry([name], is_dry=True) == {name: "done"}
+    found = await asyncio.gather(world.rollouts.retry([name]), world.again.retry([name]))
+
+    # Then it runs again once, with its task and a new fence, and no writing of its former life counts
+    assert sorted(each[name] for each in found) == ["done", "unknown"]
+    assert await letters(world) == []
+    (again,) = await world.trajectories.claim("a1", 2)
+    assert again.job == bad.job and again.attempt == 0 and again.fence > bad.fence
+    assert not await settle(world, bad)
+
+    # And its group comes whole
+    assert await settle(world, good) and await settle(world, again)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert len(delivery.group.rollouts) == 2 and not delivery.group.failures
+    assert await world.rollouts.acknowledge(delivery)
+    status = await world.board.run_status("r1")
+    assert (status.depth, status.memory_bytes, status.counters["trajectories_failed"]) == (0, 0, 0)
+
+
+async def test_a_complete_group_that_nobody_received_is_taken_back_whole(world: World) -> None:
+    bad = await ended(world)
+    name = bad.job.trajectory_id
+    assert await world.rollouts.retry([name], is_dry=True) == {name: "done"}
+    assert len(await world.rollouts.peek(9)) == 1, "a dry run leaves all as it is"
+
+    assert await world.rollouts.retry([name]) == {name: "done"}
+    assert await world.rollouts.receive("t", 1, 0.01) == []
+    (again,) = await world.trajectories.claim("a1", 2)
+    assert await settle(world, again)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert len(delivery.group.rollouts) == 2
+    assert (await world.board.run_status("r1")).counters["groups_completed"] == 1
+
+
+async def test_a_group_that_was_received_or_consumed_is_left_alone(world: World) -> None:
+    name = (await ended(world)).job.trajectory_id
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert await world.rollouts.retry([name]) == {name: "received"}
+    assert await world.rollouts.acknowledge(delivery)
+    assert await world.rollouts.retry([name]) == {name: "consumed"}
+    assert [each.trajectory_id for each in await letters(world)] == [name], "what is refused is kept"
+
+    cancelled = (await ended(world, "g2")).job.trajectory_id
+    await world.rollouts.cancel("g2")
+    assert await world.rollouts.retry([cancelled]) == {cancelled: "consumed"}
+
+
+async def test_a_group_that_had_its_quorum_or_its_deadline_is_left_alone(world: World) -> None:
+    await push(world, size=2, quorum=1)
+    bad, good = await world.trajectories.claim("a1", 2)
+    (name,) = await bury(world, bad)
+    assert await settle(world, good)
+    assert await world.rollouts.retry([name]) == {name: "quorum"}
+
+    await push(world, "g2", size=2, deadline_s=2.0)
+    late, _ = await world.trajectories.claim("a1", 2)
+    (name,) = await bury(world, late)
+    assert await pass_time(world, 3) == 1
+    assert await world.rollouts.retry([name]) == {name: "deadline"}
+
+
+async def test_a_deadline_still_holds_for_a_group_that_was_taken_back(world: World) -> None:
+    await push(world, size=1, deadline_s=20.0)
+    (name,) = await bury(world, *await world.trajectories.claim("a1", 1))
+    assert await world.rollouts.retry([name]) == {name: "done"}
+    assert await pass_time(world, 21) == 1
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert (delivery.group.ended_by, delivery.group.cancelled) == ("deadline", (name,))
+
+
+async def test_what_is_no_dead_letter_is_told_so_and_several_groups_go_at_once(world: World) -> None:
+    names = []
+    for group_id in ("g1", "g2", "g3"):
+        await push(world, group_id, size=2)
+        names += await bury(world, *await world.trajectories.claim("a1", 2))
+    wrong = ["g1.7", "nobody.0", "g1", "", "g1.0.0", "}{", "\x1b[2J.0", "g" * 500]
+    assert await world.rollouts.retry([*names, *wrong, *names]) == {
+        **dict.fromkeys(names, "done"),
+        **dict.fromkeys(wrong, "unknown"),
+    }
+    again = await world.trajectories.claim("a1", 9)
+    assert sorted(each.job.trajectory_id for each in again) == sorted(names)
+
+
+async def test_a_group_that_was_too_stale_once_may_be_taken_back_for_its_dead(world: World) -> None:
+    # Given a group that ran again as it was too stale, and whose trajectory then died
+    await push(world, size=2)
+    await complete_too_stale(world)
+    assert await world.rollouts.receive("t", 1, 0.01) == []
+    (again,) = await world.trajectories.claim("a1", 2)
+    (name,) = await bury(world, again)
+
+    assert await world.rollouts.retry([name]) == {name: "done"}
+    (again,) = await world.trajectories.claim("a1", 2)
+    assert await settle(world, again, version=5)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert len(delivery.group.rollouts) == 2
+
+
+async def test_a_row_that_somebody_wrote_over_keeps_no_other_group_waiting(world: World) -> None:
+    names = []
+    for group_id in ("g1", "g2"):
+        names.append((await ended(world, group_id)).job.trajectory_id)
+    bad = RunShards("r1", world.run.shard_count).of("g1").group("g1")
+    await world.do("HSET", bad, "deadline", "soon", "quorum", "many", "completed", "none")
+
+    assert await world.rollouts.retry(names) == dict.fromkeys(names, "done")

@@ -433,7 +433,8 @@ async def test_a_failed_attempt_starts_again_and_the_last_one_is_a_dead_letter(w
     assert delivery.group.failures == (Failure(first.job.trajectory_id, "it raised"),)
     (letter,) = await world.rollouts.dead_letters(10)
     assert letter.traceback == "Traceback …"
-    assert await world.rollouts.discard(letter.trajectory_id)
+    name = letter.trajectory_id
+    assert await world.rollouts.discard([name], is_dry=True) == {name: "done"} == await world.rollouts.discard([name])
 
 
 # ---- workers that were lost

@@ -14,7 +14,8 @@ from typing import Any
 import redis
 
 import rollfab
-from rollfab.deploy.cli.status import snapshot, with_ports
+from rollfab.deploy.cli.options import with_ports
+from rollfab.deploy.cli.status import snapshot
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import Group

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollfab.deploy.cli.status import with_ports
+from rollfab.deploy.cli.options import with_ports
 from rollfab.deploy.doctor.command import examine
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import ConfigError

@@ -32,7 +32,7 @@ def check_same_run(existing: RunConfig, wanted: RunConfig) -> None:
     if differing:
         raise RunMismatch(
             f"run {wanted.run_id!r} exists with other settings: {'; '.join(differing)}. "
-            f"Use another name, or delete it first: `rollfab runs rm {wanted.run_id}`"
+            f"Use another name, or delete it first: `rollfab runs rm --run {wanted.run_id}`"
         )
 
 

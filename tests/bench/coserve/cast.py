@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import orjson
 
-from rollfab.deploy.cli.status import with_ports
+from rollfab.deploy.cli.options import with_ports
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import FabricError

@@ -10,7 +10,7 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
-from rollfab.deploy.cli.acl import write_acl
+from rollfab.deploy.roles.acl import write_acl
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.queue import acl, keys
 from rollfab.fabric.queue.acl import RIGHTS, commands_of, user_name

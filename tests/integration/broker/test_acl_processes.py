@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import rollfab
-from rollfab.deploy.cli.status import snapshot, with_ports
+from rollfab.deploy.cli.options import with_ports
+from rollfab.deploy.cli.status import snapshot
 from rollfab.deploy.local.supervisor import Supervisor
 from tests.support.brokers.guarded_broker import Guarded
 from tests.support.processes.fabric_processes import PYTHONPATH, tiny_weights

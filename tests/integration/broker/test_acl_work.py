@@ -323,7 +323,9 @@ async def play_trajectories(who: dict[str, Part]) -> None:
     assert await after.acknowledge(delivery)
     assert b"old" not in {row[1][b"group"] for row in await trainer.client.xrange(shard.kept)}
     assert len(await trainer.rollouts.dead_letters(9)) == 2
-    assert await trainer.rollouts.discard(broken.job.trajectory_id)
+    name = broken.job.trajectory_id
+    assert await trainer.rollouts.retry([name]) == {name: "consumed"}
+    assert await trainer.rollouts.discard([name]) == {name: "done"}
     for role, name in ((agent, "c"), (trainer, "h")):
         await trainer.rollouts.push([group(name, 2, deadline_s=0.001)])
         await asyncio.sleep(0.05)
@@ -409,6 +411,14 @@ async def look(who: dict[str, Part]) -> None:
         await who[role].board.add_event("lend.switched", {})
     assert await who["operator"].board.newest_events("", 10)
     await who["operator"].rollouts.push([group("g")])
+    agent, (claim,) = who["agent"], await who["agent"].trajectories.claim("agent-1", 1)
+    name, letter = claim.job.trajectory_id, given_up("r1", agent.name, claim.job, "it raised")
+    await agent.trajectories.fail(name, claim.fence, letter, is_final=True)
+    assert await who["operator"].rollouts.retry([name]) == {name: "done"}
+    (claim,) = await agent.trajectories.claim(agent.name, 1)
+    await agent.trajectories.fail(name, claim.fence, letter, is_final=True)
+    assert await who["api-control"].rollouts.retry([name]) == {name: "done"}
+    assert await who["api-control"].rollouts.discard([name]) == {name: "unknown"}
 
 
 async def leave(who: dict[str, Part]) -> None:

@@ -696,3 +696,43 @@ async def test_the_server_stops_although_a_stream_is_open(url: str) -> None:
         response = await stream.__aenter__()
         await anext(response.aiter_lines())
     await stream.__aexit__(None, None, None)
+
+
+async def bury_all(api: ApiWorld, group_id: str, *reasons: str) -> None:
+    """Push a group whose trajectories die, each for a reason."""
+    await api.push_group(group_id, len(reasons))
+    for claim, reason in zip(await api.claim(len(reasons)), reasons, strict=True):
+        await api.bury(claim, reason)
+
+
+async def test_dead_letters_are_counted_by_cause_and_retried_or_discarded_by_it(api: ApiWorld) -> None:
+    await bury_all(api, "g1", "reset raised OSError: port 4711", "reset raised OSError: port 4712")
+    await bury_all(api, "g2", "reset raised OSError: port 9", "step hung for 30 s")
+
+    said = await api.json("v1/runs/r1/dead-letters/causes")
+    assert said["dead_count"] == 4
+    counts = [(row["cause"], row["trajectory_count"], row["group_count"]) for row in said["causes"]]
+    assert counts == [("reset raised OSError: port #", 3, 2), ("step hung for # s", 1, 1)]
+
+    async def post(action: str, status: int = 200, **body: Any) -> Any:
+        answer = await api.http.post(f"v1/runs/r1/dead-letters/{action}", json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    of_cause = {"all": True, "cause": "oserror"}
+    dry = await post("retry", **of_cause, dry_run=True)
+    assert dry == {"is_dry_run": True, "trajectory_count": 3, "group_count": 2, "refused": []}
+    assert (await api.json("v1/runs/r1/dead-letters"))["dead_count"] == 4
+    assert await post("retry", **of_cause) == {**dry, "is_dry_run": False}
+    assert await post("retry", **of_cause) == {**dry, "is_dry_run": False, "trajectory_count": 0, "group_count": 0}
+    assert len(await api.claim(9)) == 3
+
+    (refused,) = (await post("retry", trajectory_ids=["g1.0", "x"]))["refused"]
+    assert (refused["code"], refused["trajectory_count"], refused["group_count"]) == ("unknown", 2, 2)
+    assert (await post("discard", all=True))["trajectory_count"] == 1
+    assert (await api.json("v1/runs/r1/dead-letters"))["dead_count"] == 0
+
+    for wrong in ({}, {"all": True, "trajectory_ids": ["g1.0"]}, {"trajectory_ids": ["a"], "cause": "x"}, {"al": True}):
+        assert (await post("retry", 422, **wrong))["error"] == "InputError"
+    gone = await api.http.post("v1/runs/nope/dead-letters/retry", json={"all": True})
+    assert (gone.status_code, gone.json()["error"]) == (404, "RunUnknown")

@@ -17,7 +17,8 @@ import pytest
 import redis
 import yaml
 
-from rollfab.deploy.cli.status import snapshot, with_ports
+from rollfab.deploy.cli.options import with_ports
+from rollfab.deploy.cli.status import snapshot
 from rollfab.fabric.broker.server_process import server_binary
 from tests.support.brokers.redis_server import free_port
 from tests.support.processes.fabric_processes import PYTHONPATH

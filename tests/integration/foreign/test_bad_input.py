@@ -18,7 +18,7 @@ import pytest
 from redis import Redis
 
 import rollfab
-from rollfab.deploy.cli.status import with_ports
+from rollfab.deploy.cli.options import with_ports
 from rollfab.fabric.contract.errors import (
     BrokerError,
     ConfigError,

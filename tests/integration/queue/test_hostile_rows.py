@@ -124,11 +124,11 @@ async def test_a_run_that_cannot_be_stops_nobody_and_is_named_and_removed(url: s
         # And the bad ones are named, with what removes them
         named = {row["row"]: row for row in status["bad_rows"]}
         assert "shard_count is 0" in named["bad"]["problem"]
-        assert named["bad"]["step"] == "rollfab runs rm --yes -- bad"
+        assert named["bad"]["step"] == "rollfab runs rm --yes --run bad"
         assert named["odd\\xff"]["step"] == "rollfab rows rm -- runs 'odd\\xff'"
-        with pytest.raises(WireError, match="run 'bad' cannot be read, `rollfab runs rm bad` deletes it"):
+        with pytest.raises(WireError, match="run 'bad' cannot be read, `rollfab runs rm --run bad` deletes it"):
             await api.fabric.board.run_status("bad")
-        for command in (["runs", "rm", "--yes", "--", "bad"], ["rows", "rm", "--", "runs", "odd\\xff"]):
+        for command in (["runs", "rm", "--yes", "--run", "bad"], ["rows", "rm", "--", "runs", "odd\\xff"]):
             done = await asyncio.to_thread(CliRunner().invoke, app, command, env={"ROLLFAB_URL": url})
             assert done.exit_code == 0, done.output
         assert redis.hkeys(keys.RUNS) == [b"r1"]

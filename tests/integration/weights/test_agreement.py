@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rollfab.deploy.cli.status import draw, snapshot
+from rollfab.deploy.cli.status import snapshot
+from rollfab.deploy.cli.status_view import draw
 from rollfab.fabric.contract.records import Group, Rollout, Sampling, Span
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.versions.commit import Staged

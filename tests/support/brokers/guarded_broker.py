@@ -9,7 +9,7 @@ from pathlib import Path
 
 import redis
 
-from rollfab.deploy.cli.acl import write_acl
+from rollfab.deploy.roles.acl import write_acl
 from rollfab.fabric.queue.acl import user_name
 from tests.support.brokers.redis_server import RedisServer, redis_server
 

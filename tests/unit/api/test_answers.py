@@ -14,8 +14,7 @@ from rollfab.api.access.config import ApiConfig
 from rollfab.api.app import make_app
 from rollfab.api.reading.views import agreement_view, worker_view
 from rollfab.api.schemas.answers import BadRowView, LeaseView, Workers, WorkerView
-from rollfab.api.schemas.base import shown
-from rollfab.api.schemas.training import all_requests
+from rollfab.api.schemas.base import all_requests, shown
 from rollfab.api.training.ports import Runs
 from rollfab.api.training.routes import router
 from rollfab.api.training.uploads import WeightFiles

@@ -1,19 +1,13 @@
 -- rerun_stale(group_id, entry_id, consumer, is_again, rerun_count_max, then per trajectory: id, dead_letter)
 -- Rollouts of a complete group are too stale to be delivered: take the group back, and run them again.
--- Its deadline holds again, also one that has passed: then whoever reaps next completes it with what it has.
 -- A group that somebody may have used already (is_again) says so when it comes the next time.
 -- Returns 1 the group is open again · 0 it is gone, was taken back before, or another consumer holds it (nothing written)
--- keys shard.completed shard.counters shard.dead shard.late shard.open group.row trajectory.bell trajectory.ready
--- keys trajectory.record
+-- keys shard.counters shard.dead group.row trajectory.bell trajectory.ready trajectory.record
 -- flags allow-oom
--- use batch count record claims look holder ring forget_turns drop close
+-- use batch count record claims look holder ring forget_turns drop close reopen
 local group_id = ARGV[1]
 if redis.call('HGET', group.row, 'state') ~= 'complete' or not may_end(ARGV[2], ARGV[3]) then return 0 end
-redis.call('XACK', shard.completed, 'trainer', ARGV[2])
-redis.call('XDEL', shard.completed, ARGV[2])
-redis.call('HSET', group.row, 'state', 'open')
 if ARGV[4] == '1' then redis.call('HSET', group.row, 'redelivered', 1) end
-tally(shard.counters, 'groups_completed', -1)
 local again, dead = {}, {}
 for i = 6, #ARGV, 2 do
   local id = ARGV[i]
@@ -28,9 +22,7 @@ for i = 6, #ARGV, 2 do
     if r.state == 'ready' then again[#again + 1] = id else add_pair(dead, id, ARGV[i + 1]) end
   end
 end
-local g = redis.call('HMGET', group.row, 'quorum', 'priority', 'completed', 'deadline')
-redis.call('HSET', shard.open, group_id, string.format('%s %d %s', g[2], g[1] - g[3], g[1]))
-if g[4] then redis.call('ZADD', shard.late, g[4], group_id) end
+reopen(group_id, ARGV[2])
 make_ready(trajectory, again, true)
 call_in_parts('HSET', shard.dead, dead)
 for _ = 1, #dead / 2 do

@@ -27,10 +27,10 @@ end
 local function complete(group_id, ended_by)
   local dropped = drop_unfinished(group_id, whole(redis.call('HGET', group.row, 'size'), 0))
   tally(group.row, 'cancelled', dropped)
-  redis.call('HSET', group.row, 'state', 'complete', 'ended_by', ended_by)
   redis.call('HDEL', shard.open, group_id)
   redis.call('ZREM', shard.late, group_id)
-  redis.call('XADD', shard.completed, '*', 'group', group_id)
+  local entry = redis.call('XADD', shard.completed, '*', 'group', group_id)
+  redis.call('HSET', group.row, 'state', 'complete', 'ended_by', ended_by, 'entry', entry)
   tally(shard.counters, 'groups_completed', 1)
   note_group_time()
   if dropped > 0 then tally(shard.counters, 'trajectories_cancelled', dropped) end

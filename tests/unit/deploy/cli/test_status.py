@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
-from rollfab.deploy.cli.status import draw
+from rollfab.deploy.cli.printing import brief, elided
+from rollfab.deploy.cli.status_view import draw
 from rollfab.fabric.contract.records import WorkerInfo
-from rollfab.fabric.contract.text import counted
 from rollfab.fabric.host.command import command
 
 
@@ -73,41 +75,105 @@ def test_a_worker_that_is_well_says_what_it_waits_for() -> None:
     assert "ready, waits for a lease" in drawn(waits_for="a lease")
 
 
-def test_in_a_small_terminal_runs_causes_and_workers_share_the_lines_and_say_what_is_left_out() -> None:
-    # Given five runs that stand, each with a long reason, and six workers
-    counts = {"queued": 0, "running": 0, "scoring": 0, "ready": 0, "claimed": 0}
+COUNTS = {"queued": 12_345, "running": 512, "scoring": 0, "ready": 12_345, "claimed": 640}
+LONG = "frozenlake-with-a-name-as-long-as-names-may-be-and-a-number"
+NAMES = (
+    f"{LONG}-00",
+    "x" * 200,
+    "漢字" * 40,
+    "evil\x1b[2J\nname\t",
+    "é" * 9,
+)
+
+
+def seen_of(run_ids: Sequence[str], workers: Sequence[WorkerInfo]) -> dict[str, Any]:
     cause = {"code": "no_worker", "kind": "stuck", "text": "no worker holds its model " * 5, "step": "Start one: `x`"}
-    run = {"model": "m", "environment": "e", "head_version": 0, "trajectories": counts, "turns": counts}
-    run |= {"groups_waiting": 0, "counters": {}, "dead_count": 0, "agreement": None, "causes": [cause], "rewards": []}
-    infos = [WorkerInfo(worker_id=f"w{number}", role="dedicated", pid=1, host="h") for number in range(6)]
-    seen = {
-        "runs": [{**run, "run_id": f"run-{number}"} for number in range(5)],
-        "workers": [{**asdict(info), "heartbeat_age_ms": 100} for info in infos],
-        "leases": {},
+    curve = [
+        {"version": at, "version_count": 1, "rollout_count": 64}
+        | {f"reward_{name}": at / 50 for name in ("mean", "deviation", "min", "max")}
+        for at in range(50)
+    ]
+    figures = {f"importance_sampling_ratio_{name}": 1.0 for name in ("min", "mean", "max")}
+    figures |= {"logprob_difference_mean": 0.01, "logprob_difference_max": 0.1, "token_count": 123_456}
+    run = {"model": "m" * 60, "environment": "e" * 60, "head_version": 12_345, "trajectories": COUNTS, "turns": COUNTS}
+    run |= {"groups_waiting": 17, "counters": {"groups_consumed": 1_234_567}, "dead_count": 1_234, "causes": [cause]}
+    rows = [{**figures, "worker_id": each.worker_id, "policy_version": 12_345} for each in workers]
+    agreement = {"fresh": figures, "policy_version": 12_345, "workers": rows, "alarms": []}
+    return {
+        "runs": [{**run, "run_id": name, "rewards": curve, "agreement": agreement} for name in run_ids],
+        "workers": [{**asdict(info), "heartbeat_age_ms": 12_345} for info in workers],
+        "leases": {info.worker_id: {"slot_count": 64} for info in workers},
         "lends": {},
         "bad_rows": [],
     }
 
-    def shown(height: int) -> list[str]:
-        console = Console(width=80, height=height)
-        with console.capture() as capture:
-            console.print(draw(seen, within=console))
-        return capture.get().rstrip("\n").split("\n")
 
-    # When it is drawn within few lines, then each part has its share of them, and nothing is left out without a word
-    for height in (24, 16):
-        lines = shown(height)
-        text = "\n".join(lines)
-        assert len(lines) <= height
-        for what, count, kept in (
-            ("run", 5, len(re.findall("^ *run-[0-9] ", text, re.MULTILINE))),
-            ("reason", 5, text.count("→")),
-            ("worker", 6, len(re.findall("^ *w[0-9] ", text, re.MULTILINE))),
-        ):
-            assert kept > 0
-            assert (kept == count) or f"… and {counted(count - kept, f'more {what}')}\n" in f"{text}\n"
-    assert "more worker" in text
+@pytest.mark.parametrize("width", [80, 100, 120, 40])
+def test_no_cell_takes_two_lines_whatever_names_there_are(width: int) -> None:
+    workers = [
+        WorkerInfo(worker_id=name, role=role, pid=1, host="h", slot_count=64, run_id=NAMES[0], active_version=12_345)
+        for name, role in zip(NAMES, ("dedicated", "serving", "agent", "dedicated", "strange\nrole"), strict=True)
+    ]
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(draw(seen_of(NAMES, workers), width=width))
+    lines = capture.get().split("\n")
+    assert all(cell_len(line) <= width for line in lines) and all(map(str.isprintable, lines))
+    if width >= 80:
+        rows = [line.split() for line in lines if "12.3k+640" in line]
+        assert len(rows) == len(NAMES) and {row[-1] for row in rows} == {"1,234"}, "a row a run, with all its figures"
+        assert len([line for line in lines if line.endswith("12.3 s")]) == len(workers)
 
-    # And where there is room for all, all is there
-    assert "more" not in "\n".join(shown(200)) and len(shown(200)) > 24
-    assert len(shown(3)) <= 9, "no room at all: what there is, is counted"
+
+def test_names_that_differ_at_their_ends_alone_are_told_apart() -> None:
+    ids = [f"{LONG}-{number:02}" for number in range(30)]
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(draw(seen_of(ids, [])))
+    rows = {line.split()[0] for line in capture.get().split("\n") if "12.3k+640" in line}
+    assert len(rows) == 30
+
+
+def test_what_many_workers_say_is_said_once() -> None:
+    workers = [
+        WorkerInfo(
+            worker_id=f"w{n}", role="dedicated", pid=1, host="h", waits_for="a lease", sleep_note="x" if n else None
+        )
+        for n in range(60)
+    ]
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(draw(seen_of([], workers)))
+    text = capture.get()
+    assert text.count("  ready, waits for a lease\n") == 1
+    assert text.count("  w1, w10, w11, w12 and 55 more: cannot sleep: x\n") == 1
+
+
+def test_one_run_alone_is_a_card_with_words() -> None:
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(draw(seen_of(["r1"], []), has_all=True))
+    assert "  trajectories  12,345 queued, 512 running, 0 scoring" in capture.get()
+    assert "  dead letters  1,234\n" in capture.get()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (9_999, "9,999"),
+        (10_000, "10k"),
+        (12_345, "12.3k"),
+        (999_999, "1M"),
+        (3_400_000, "3.4M"),
+        (10**12, "1000G"),
+    ],
+)
+def test_a_count_is_brief(count: int, text: str) -> None:
+    assert brief(count) == text
+
+
+@pytest.mark.parametrize("text", ["", "a", "abc", "漢字漢字", "a\x1b[2Jb", "e\u0301" * 20])
+def test_what_is_elided_takes_no_more_than_its_width(text: str) -> None:
+    for width in range(1, 12):
+        assert cell_len(elided(text, width)) <= width

@@ -18,7 +18,7 @@ from rich.text import Text
 from rollfab import deploy
 from rollfab.deploy.cli.logs import FactsFormatter
 from rollfab.deploy.cli.printing import Console, show, show_json
-from rollfab.deploy.cli.status import draw
+from rollfab.deploy.cli.status_view import draw
 from rollfab.fabric.contract.errors import EnvironmentFailed
 from rollfab.fabric.contract.records import TrajectoryJob
 from rollfab.fabric.contract.text import cleaned, counted, did_you_mean, one_line, printable

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollfab.deploy.cli.demo_view import ROLE_ORDER, DemoState, draw
+from rollfab.deploy.local.demo_view import ROLE_ORDER, DemoState, draw
 
 STEP = {"step": 12, "step_count": 40, "reward_mean": 0.5, "payload_bytes": 540_000, "dense_bytes": 553_728}
 

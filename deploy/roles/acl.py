@@ -11,10 +11,12 @@ import typer
 from ...fabric.contract.errors import ConfigError
 from ...fabric.host.directories import write_private
 from ...fabric.queue.acl import RIGHTS, acl_file, role_of_user, user_name
-from .options import AsJson
-from .printing import show, show_json
+from ..cli.options import AsJson
+from ..cli.printing import Console, show, show_json
+from ..cli.speech import say
 
 PASSWORD_BYTES = 32
+NAME_WIDTH = 21
 
 
 def register(app: typer.Typer) -> None:
@@ -36,10 +38,13 @@ def register(app: typer.Typer) -> None:
             show_json({"acl": str(out), "passwords": str(passwords), "users": list(made)})
             return
         for role, rights in RIGHTS.items():
-            show(f"{user_name(role):20} {rights.purpose}")
+            say(Console(), f"{user_name(role):20} {rights.purpose}", indent=NAME_WIDTH)
         show(f"\nGive the broker     aclfile {out.resolve()}      (or, while it runs: ACL LOAD)")
-        show(f"Give each role its  ROLLFAB_URL=rediss://USER:PASSWORD@HOST, by the environment; see {passwords}")
-        show("Add a user of your own to administer the broker: ours may not, and the default user is shut out.")
+        show(f"Give each role its  ROLLFAB_URL=rediss://USER:PASSWORD@HOST, by the environment\n(see {passwords})")
+        say(
+            Console(),
+            "Add a user of your own to administer the broker: ours may not, and the default user is shut out.",
+        )
 
 
 def write_acl(out: Path, passwords_path: Path) -> dict[str, str]:

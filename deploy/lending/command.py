@@ -30,10 +30,9 @@ from ...fabric.opened import RedisFabric
 from ...fabric.rules.lending.hours import minute_of_week
 from ...fabric.rules.lending.terms import CLEAR, MODES, changed, check_subject, terms
 from ...fabric.rules.serving.tax import sharing_totals, with_taxes
-from .lend_view import draw_log, draw_report, draw_status
-from .options import AsJson, Url, need_url
-from .printing import Console, show_json
-from .status import with_ports
+from ..cli.options import AsJson, Url, need_url, with_ports
+from ..cli.printing import Console, show_json
+from .view import draw_log, draw_report, draw_status
 
 SWITCHES = (*MODES, "limit", CLEAR)
 VIEWS = ("status", "log", "report")

@@ -6,14 +6,14 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ...fabric.contract.text import counted
+from ...fabric.contract.text import counted, one_line
 from ...fabric.host.command import command
 from ...fabric.rules.lending.terms import subject_text
+from ..cli.printing import cells, new_table, said_once
 
 
 def draw_status(seen: dict[str, Any]) -> Group:
@@ -25,12 +25,15 @@ def draw_status(seen: dict[str, Any]) -> Group:
         ]
     if "switched" in seen:
         said += [Text(line, style="bold") for line in _switched(seen["switched"])]
-    table = Table(title="serving workers", title_justify="left", header_style="bold")
-    for heading in ("worker", "pool", "lend", "why", "lease", "turns", "guard", "open", "headroom", "probe"):
-        table.add_column(heading, overflow="fold")
-    for row in seen["serving_workers"]:
-        table.add_row(*map(Text, _worker(row)))
-    return Group(*said, *([table] if table.row_count else [Text("no serving worker is known to the broker")]))
+    rows = seen["serving_workers"]
+    if not rows:
+        return Group(*said, Text("no serving worker is known to the broker"))
+    names = ("worker", "pool", "lend", "run")
+    table = new_table(*names, "slots", "turns", "guard", "open", "headroom", title="serving workers", left=names)
+    for row in rows:
+        table.add_row(*cells(*_worker(row)))
+    notes = [(row["worker_id"], *note) for row in rows for note in _notes(row)]
+    return Group(*said, table, *said_once(notes, len(rows)))
 
 
 def _switched(row: dict[str, Any]) -> list[str]:
@@ -71,38 +74,44 @@ def _setting(row: dict[str, Any]) -> str:
 
 
 def _worker(row: dict[str, Any]) -> list[str]:
-    terms, lease = row["terms"], row["lease"]
-    guard = row["guard_state"] or "none"
+    lease = row["lease"]
     return [
         row["worker_id"],
         row["pool"],
-        terms["mode"],
-        terms["reason"],
-        f"{counted(lease['slot_count'], 'slot')} for {lease['run_id']}" if lease else "none",
+        row["terms"]["mode"],
+        lease["run_id"] if lease else "",
+        str(lease["slot_count"]) if lease else "",
         str(row["running_count"]),
-        f"{guard}: {row['guard_reason']}" if row["guard_reason"] else guard,
+        row["guard_state"] or "none",
         _percent(row["open_fraction"]),
         _percent(row["headroom_fraction"]),
-        row["probe"] or "none",
     ]
 
 
-def draw_log(seen: dict[str, Any]) -> Table | Text:
+def _notes(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Say why it lends what it does, and by what it sees its engine."""
+    found = [(f"lend {row['terms']['mode']}: {row['terms']['reason']}", "")] if row["terms"]["reason"] else []
+    if row["guard_reason"]:
+        found.append((f"guard {row['guard_state'] or 'none'}: {row['guard_reason']}", "dim"))
+    return [*found, (f"probe: {row['probe'] or 'none'}", "dim")]
+
+
+def draw_log(seen: dict[str, Any]) -> Group:
     """Draw lends, revokes and switches, the newest last."""
     if not seen["events"]:
-        return Text("nothing was lent, revoked or switched yet")
-    table = Table(title="lends, revokes and switches", title_justify="left", header_style="bold")
-    for heading in ("when (UTC)", "what", "whom", "how", "by", "why"):
-        table.add_column(heading, overflow="fold")
+        return Group(Text("nothing was lent, revoked or switched yet"))
+    lines = [Text("lends, revokes and switches (UTC)", style="bold")]
     for event in seen["events"]:
         facts = event["facts"]
         at = datetime.datetime.fromtimestamp(event["time_ms"] / 1000, datetime.UTC)
-        subject = str(facts.get("worker_id", ""))
-        row = (f"{at:%Y-%m-%d %H:%M:%S}", event["kind"], subject_text(subject), _how(facts))
-        table.add_row(*map(Text, (*row, str(facts.get("said_by", "")), str(facts.get("reason", "")))))
+        subject = subject_text(str(facts.get("worker_id", "")))
+        lines.append(Text(f"{at:%Y-%m-%d %H:%M:%S}  {event['kind']}  {one_line(f'{subject}: {_how(facts)}')}"))
+        by, why = str(facts.get("said_by", "")), str(facts.get("reason", ""))
+        if by or why:
+            lines.append(Text(one_line(f"  {f'by {by}' if by else 'why'}{f': {why}' if why else ''}"), style="dim"))
     if seen["is_cut"]:
-        table.caption = "older events, if any, were not looked at: a higher --limit does"
-    return table
+        lines.append(Text("older events, if any, were not looked at: a higher --limit does", style="dim"))
+    return Group(*lines)
 
 
 def _how(facts: dict[str, Any]) -> str:
@@ -114,15 +123,14 @@ def _how(facts: dict[str, Any]) -> str:
 
 def draw_report(seen: dict[str, Any]) -> Group:
     """Draw a table for each worker: requests with rollouts and without, and what rollouts got."""
-    parts = [part for row in seen["workers"] for part in (_requests(row), Text(_given(row)), Text(""))]
+    parts = [part for row in seen["workers"] for part in (*_requests(row), Text(_given(row)), Text(""))]
     return Group(*parts, Text(_verdict(seen["totals"], [name for row in seen["workers"] for name in row["few"]])))
 
 
-def _requests(row: dict[str, Any]) -> Table:
+def _requests(row: dict[str, Any]) -> tuple[Table, Text]:
     title = f"{row['worker_id']}, measured for {_duration(row['since_s'])}"
-    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("serving requests", "alone", "with rollouts", "more"):
-        table.add_column(heading, justify="left" if heading == "serving requests" else "right", overflow="fold")
+    headings = ("serving requests", "alone", "with rollouts", "more")
+    table = new_table(*headings, title=one_line(title), left=headings[:1])
     alone, shared = row["alone"], row["shared"]
     table.add_row("number", *(f"{each.get('request_count', 0):,.0f}" for each in (alone, shared)))
     table.add_row("within the objectives", _attained(alone), _attained(shared))
@@ -134,9 +142,9 @@ def _requests(row: dict[str, Any]) -> Table:
             table.add_row(f"{what.upper()} {rank.upper()}, ms", *cells, "" if tax is None else f"{tax:+.1%}")
     bounds = f"{row['ttft_slo_ms']:g} and {row['tpot_slo_ms']:g} ms"
     beyond = f"{row['violation_count']:,} beyond with rollouts"
-    table.caption = f"objectives, TTFT and TPOT: {bounds}; {beyond}; in brackets: where the true P99 is, with 95 %"
-    table.caption_justify = "left"
-    return table
+    return table, Text(
+        f"objectives, TTFT and TPOT: {bounds}; {beyond}; in brackets: where the true P99 is, with 95 %", style="dim"
+    )
 
 
 def _given(row: dict[str, Any]) -> str:

@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...fabric.contract.text import counted
-from .printing import Console
+from ..cli.printing import Console, spark
 
-SPARKS = "▁▂▃▄▅▆▇█"
 NEWS_COUNT = 8
 ROLE_ORDER = ("controller", "agent", "dedicated", "serving", "reward")
 
@@ -156,15 +155,6 @@ def _workers(state: DemoState) -> Table:
 
 def _news(state: DemoState) -> Text:
     return Text("\n".join(f"{at_s:6.1f} s  {text}" for at_s, text in state.news[-NEWS_COUNT:]))
-
-
-def spark(values: list[float], width: int = 72) -> str:
-    """Draw values as a row of block characters, scaled from 0 (or below) to 1."""
-    if not values:
-        return ""
-    low, high = min(0.0, *values), max(1.0, *values)
-    recent = values[-width:]
-    return "".join(SPARKS[round((value - low) / (high - low) * (len(SPARKS) - 1))] for value in recent)
 
 
 def summarise(state: DemoState, trained: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""`rollfab lend`: the switch, its log, and its report."""

@@ -1,0 +1,99 @@
+"""What all commands have in common: help, JSON, the run, completion."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rollfab import __version__
+from rollfab.deploy.cli.options import RunFirst
+from rollfab.deploy.main import app
+
+ROLES = ("up", "broker", "controller", "agent", "worker", "reward", "gateway")  # they print what they log
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every command but the benches, which are in a clone only."""
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        if hasattr(command, "commands") and name != "bench":
+            yield from commands(command, (*path, name))
+        elif name != "bench":
+            yield " ".join((*path, name)), command
+
+
+COMMANDS = dict(commands())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_explains_itself_and_shows_json_and_means_the_run_by_run(name: str) -> None:
+    help_ = CliRunner().invoke(app, [*name.split(), "-h"], env={"COLUMNS": "80"})
+    assert help_.exit_code == 0 and "Usage:" in help_.output
+    assert help_.output == CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"}).output
+    found = {each.name: each for each in COMMANDS[name].params}
+    assert "json" in found or name in ROLES
+    assert "run" not in found or found["run"].opts == ["--run"]
+
+
+def test_the_version_is_asked_for_in_two_ways() -> None:
+    for words in (["--version"], ["version"]):
+        assert CliRunner().invoke(app, words).output == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "run", "version"),
+    [
+        ("r1 7", "r1", 7),
+        ("7 --run r1", "r1", 7),
+        ("--run r1 7", "r1", 7),
+        ("--run=r1 7", "r1", 7),
+        ("--url redis://x --json r1 7", "r1", 7),
+        ("--json -- r1 7", "r1", 7),
+        ("7", None, 7),
+        ("", None, None),
+    ],
+)
+def test_a_run_may_be_the_first_word_as_it_was_written_before(words: str, run: str | None, version: int | None) -> None:
+    toy, seen = typer.Typer(), []
+
+    @toy.command(cls=RunFirst)
+    def look(
+        version: int | None = typer.Argument(None),
+        run: str | None = typer.Option(None, "--run"),
+        url: str | None = typer.Option(None, "--url"),
+        json: bool = typer.Option(False, "--json"),
+    ) -> None:
+        seen.append((run, version))
+
+    done = CliRunner().invoke(toy, words.split())
+    assert done.exit_code == 0, done.output
+    assert seen == [(run, version)]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_options(shell: str) -> None:
+    def asked(instruction: str, typed: str) -> str:
+        place = {
+            "_ROLLFAB_COMPLETE": f"{instruction}_{shell}",
+            "COMP_WORDS": typed,
+            "COMP_CWORD": str(typed.count(" ")),
+        }
+        place |= {"_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+        words = [
+            sys.executable,
+            "-c",
+            "import sys; sys.argv[0] = 'rollfab'; from rollfab.deploy.main import main; main()",
+        ]
+        return subprocess.run(words, env={**os.environ, **place}, capture_output=True, text=True, timeout=60).stdout
+
+    assert "rollfab" in asked("source", "")
+    assert re.search(r"\bstatus\b", asked("complete", "rollfab sta"))
+    assert "--watch" in asked("complete", "rollfab status --w")
+    assert re.search(r"\bdiscard\b", asked("complete", "rollfab dead dis"))
