@@ -25,6 +25,7 @@ STATED = {
     "prometheus-fastapi-instrumentator": "ISC",
     "protobuf-py-ext": "Apache-2.0",  # of the same repository as protobuf-py, which states it
     "setuptools": "MIT",
+    "skyrl": "Apache-2.0",
     "taskiq-dependencies": "MIT",
     "tiktoken": "MIT",
     "zss": "BSD-3-Clause",
