@@ -149,9 +149,10 @@ $(VENV)/.dev: $(VENV)/.demo deploy/lock/dev.txt
 	@.venv-arq/bin/python -m pip --disable-pip-version-check $(LOCKED) -r deploy/lock/arq.txt
 	@touch $@
 
-$(CLIENTS)/.done: deploy/lock/clients.txt | $(BIN)/python
+$(CLIENTS)/.done: deploy/lock/clients.txt deploy/lock/skyrl.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear .venv-clients
 	@.venv-clients/bin/python -m pip --disable-pip-version-check $(LOCKED) -r deploy/lock/clients.txt
+	@.venv-clients/bin/python -m pip --disable-pip-version-check $(LOCKED) --no-deps -r deploy/lock/skyrl.txt
 	@touch $@
 
 # Its pins are whole, so nothing is resolved (--no-deps): pip would add CUDA builds that break the CPU build of vLLM.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -111,6 +111,7 @@ class _Routes:
         self._guard(routes, ("POST",), "/inference/v1/generate", self._generate)
         self._guard(routes, ("POST",), "/v1/completions", self._completions)
         self._guard(routes, ("POST",), "/generate", self._sglang)
+        self._guard(routes, ("POST",), "/detokenize", self._detokenize)
         self._guard(routes, ("GET",), "/v1/models", self._models)
         for methods, path, name in CONTROLS:
             self._guard(routes, methods, path, getattr(self._control, name))
@@ -157,14 +158,16 @@ class _Routes:
         return await unless_gone(request, work)
 
     async def _texts(self, completions: Completions) -> list[str]:
-        found = []
-        for made in completions.made:
-            ids = made.token_ids
-            is_long = len(ids) > TEXT_TOKEN_COUNT
-            found.append(
-                await asyncio.to_thread(self._inference.text_of, ids) if is_long else self._inference.text_of(ids)
-            )
-        return found
+        return [await self._text(made.token_ids) for made in completions.made]
+
+    async def _text(self, ids: Sequence[int]) -> str:
+        is_long = len(ids) > TEXT_TOKEN_COUNT
+        return await asyncio.to_thread(self._inference.text_of, ids) if is_long else self._inference.text_of(ids)
+
+    async def _detokenize(self, request: Request) -> Response:
+        with self._door.room():
+            ids = await read_body(request, vllm.read_detokenize)
+            return answer({"prompt": await self._text(ids)})
 
     def _head(self) -> dict[str, Any]:
         return {"model": self._inference.model, "created": self._clock.wall_ms() // 1000}

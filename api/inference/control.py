@@ -37,6 +37,7 @@ CONTROLS = (  # methods, path, and the method of Control
     (POST, "/inference/v1/abort_requests", "abort"),
     (POST, "/update_weights", "update_weights"),
     (POST, "/reset_prefix_cache", "nothing_to_flush"),
+    (POST, "/finish_session", "nothing_to_finish"),
     (POST, "/pause_generation", "pause_generation"),
     (POST, "/continue_generation", "resume"),
     (POST, "/abort_request", "abort_request"),
@@ -49,6 +50,7 @@ COLLECTIVE = (
     "/update_weights (weight_dir); or publish from Python, by rollfab's run.publish"
 )
 SLEEP = "the fleet's workers are lent and put to sleep by their controller: leave this call out"
+TOKENIZER = "make tokens of texts with the model's own tokenizer: SkyRL's client takes it as tokenizer="
 ADAPTERS = "there are no adapters: merge them into the weights before these are published"
 LABEL = "versions are counted, not labelled: give weight_version with the weights themselves"
 TRAINING = "nothing is trained here: your trainer publishes its weights, and these routes sample with them"
@@ -71,6 +73,9 @@ REFUSED = {  # routes that there are at vLLM, SGLang or Tinker, and why not here
     "/wake_up": SLEEP,
     "/release_memory_occupation": SLEEP,
     "/resume_memory_occupation": SLEEP,
+    "/tokenize": TOKENIZER,
+    "/skyrl/v1/generate": "leave SkyRL's enable_return_routed_experts out: these routes tell of no experts",
+    "/skyrl/v1/load_lora_adapter": ADAPTERS,
     "/v1/load_lora_adapter": ADAPTERS,
     "/v1/unload_lora_adapter": ADAPTERS,
     "/load_lora_adapter": ADAPTERS,
@@ -78,6 +83,7 @@ REFUSED = {  # routes that there are at vLLM, SGLang or Tinker, and why not here
 }
 SGLANG_MODES: dict[str, PauseMode] = {"abort": ABORT, "retract": KEEP, "in_place": KEEP}
 FLUSHED = "nothing is reused across versions, unless the run says so"
+UNUSED = "a session ends by itself, when nothing is asked in it for a minute"
 OF_ONE_ENGINE = (  # of SGLang's update_weights_from_disk: how one process loads files
     "load_format",
     "flush_cache",
@@ -161,6 +167,10 @@ class Control:
     async def nothing_to_flush(self, _: Request) -> Response:
         """Say that caches are no matter of the caller's."""
         return answer({"status": "ok", "message": FLUSHED})
+
+    async def nothing_to_finish(self, _: Request) -> Response:
+        """Say that a session needs no end: a minute without a request ends it."""
+        return answer({"status": "ok", "message": UNUSED})
 
     async def update_weights(self, request: Request) -> Response:
         """Publish a directory, as prime-rl's server does. vLLM's own update_info is a collective's."""

@@ -62,6 +62,13 @@ def read_generate(body: Body) -> Asked:
     return Asked(prompt=prompt, top_count=sampled.top_count, wants_prompt=body.flag("return_token_ids"))
 
 
+def read_detokenize(body: Body) -> list[int]:
+    """Read a request to /detokenize; an answer that was given up has no tokens. Raises InputError."""
+    body.ignore("model")
+    ids = body.take("tokens")
+    return [] if ids == [] else token_ids(ids, "tokens").tolist()
+
+
 def generated(asked: Asked, answer: Completions, head: Mapping[str, Any], request_id: str) -> dict[str, Any]:
     """Write the answer of /inference/v1/generate. head: model and the like."""
     choices = [_generate_choice(asked, index, made) for index, made in enumerate(answer.made)]

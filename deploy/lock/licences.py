@@ -26,6 +26,7 @@ STATED = {
     "promql-parser": "MIT",
     "protobuf-py-ext": "Apache-2.0",  # of the same repository as protobuf-py, which states it
     "setuptools": "MIT",
+    "skyrl": "Apache-2.0",
     "taskiq-dependencies": "MIT",
     "tiktoken": "MIT",
     "zss": "BSD-3-Clause",

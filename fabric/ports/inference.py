@@ -130,7 +130,7 @@ class Inference(Protocol):
         ...
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Return the text of tokens, without special ones and those outside the vocabulary."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

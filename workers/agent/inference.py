@@ -194,7 +194,8 @@ class FleetInference:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """See ports/inference.py."""
-        return self._model.tokenizer.decode(token_ids)
+        tokenizer = self._model.tokenizer
+        return tokenizer.decode([each for each in token_ids if each < tokenizer.vocabulary_size])
 
     async def generate(self, prompt: Prompt) -> Completions:
         """See ports/inference.py."""

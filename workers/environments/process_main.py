@@ -8,8 +8,9 @@
 - If the environment raises, we report the error, and the process goes on. When the channel ends, so does the process.
 
 A world with `async def reset` is called like rollfab's Environment: reset(task, seed), step(action). Any other world is
-called like Gymnasium's and GEM's: reset(seed=…) and step(action), with tuples for answers. A coroutine function, or a
-command (a target that begins with COMMAND), is an agent: it plays a whole episode, and asks the model by itself.
+called like Gymnasium's and GEM's: reset(seed=…) and step(action), with tuples for answers. A coroutine function, a
+command (a target that begins with COMMAND), or a taskset of verifiers (TASKSET) is an agent: it plays a whole episode,
+and asks the model by itself.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ SAMPLING = (  # the fields of TextSampling: an interpreter that does not know ro
 STEP = ("text", "reward", "terminated", "truncated", "info")
 CHAT = ("messages", "tools")
 COMMAND = "!"
+TASKSET = "@"
 LINE_BYTES_MAX = 1 << 20
 GIVEN = ("task", "seed", "client", "base_url", "key")  # what an agent may take, by the names of its parameters
 AGENT_ADVICE = "; if it is an agent, write `async def`: others are made with the run's options, and have reset and step"
@@ -93,7 +95,7 @@ class Stage:
             self._decode = find(decoder)
             check_function(self._factory)
             return {}
-        self._factory = Command(target[len(COMMAND) :]) if target.startswith(COMMAND) else find(target)
+        self._factory = find_environment(target)
         check_agent(self._factory)
         limit_memory(getattr(self._factory, "memory_bytes_max", None))
         names = ("episode_count_max", "isolation", "inline")
@@ -350,6 +352,32 @@ class Command:
         except ValueError:
             return None
         return answer if isinstance(answer, dict) else None
+
+
+def find_environment(target: str) -> Any:
+    """Make or import what a target names."""
+    if target.startswith(COMMAND):
+        return Command(target[len(COMMAND) :])
+    return find_taskset(target[len(TASKSET) :]) if target.startswith(TASKSET) else find(target)
+
+
+def find_taskset(name: str) -> Any:
+    """Return the agent that plays a taskset of verifiers, made by the file beside this one."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    if not has_module("verifiers"):
+        told = (
+            "the package verifiers is not installed for its interpreter: pip install verifiers there, or name another"
+        )
+        raise Refused("load", told + ": NAME=/path/to/python:verifiers:" + name)
+    place = os.path.join(os.path.dirname(os.path.abspath(__file__)), "verifiers_plugin.py")
+    spec: Any = spec_from_file_location("rollfab_verifiers_plugin", place)
+    plugin = module_from_spec(spec)
+    spec.loader.exec_module(plugin)
+    try:
+        return plugin.taskset(name)
+    except Exception as error:  # the taskset is user code
+        raise Refused("load", "taskset " + name + " of verifiers: " + describe(error)) from error
 
 
 def find(target: str) -> Any:

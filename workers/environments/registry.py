@@ -16,6 +16,7 @@ import asyncio
 import copy
 import importlib
 import logging
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -32,13 +33,14 @@ from ...fabric.ports.sessions import REMOTE
 from .base import SETTINGS, Environment, GymEnvironment, Isolation, check_settings, in_thread, show
 from .isolated import IsolatedEnvironment, named
 from .pool import PoolConfig, ProcessPool
-from .spawn import COMMAND, NICENESS, Program
+from .spawn import COMMAND, NICENESS, TASKSET, Program
 
 log = logging.getLogger(__name__)
 
 ENVIRONMENTS = "rollfab.environments"
 REWARDS = "rollfab.rewards"
 COMMAND_PREFIX = "command:"
+VERIFIERS = re.compile(r"(?:(?P<python>.+):)?verifiers:(?P<taskset>[^:]*)")
 OURS = "rollfab."  # modules that this process may import without asking
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -53,7 +55,8 @@ class Registry:
     Args:
         environments: "NAME=module:attr" of an Environment, of a class with Gymnasium's or GEM's `reset` and `step`, or
             of a coroutine function, which is an agent that plays by itself; with "NAME=python:module:attr" the
-            interpreter `python` runs it, in processes of its own; "NAME=command:LINE" is an agent that is a command.
+            interpreter `python` runs it, in processes of its own; "NAME=command:LINE" is an agent that is a command;
+            "NAME=verifiers:ID", or with an interpreter before it, is a taskset of verifiers, or a TOML file of one.
         rewards: "NAME=module:attr" of a function (task, rollout) → float.
         pool: settings of the processes.
 
@@ -287,11 +290,27 @@ def _parse(option: str, pairs: Iterable[str]) -> dict[str, Program]:
         if name and rest.startswith(COMMAND_PREFIX) and option == "--environment":
             targets[name] = Program(COMMAND + _line(name, rest), niceness=NICENESS)
             continue
+        taskset = VERIFIERS.fullmatch(rest) if name and option == "--environment" else None
+        if taskset is not None:
+            targets[name] = Program(TASKSET + _taskset(name, taskset), taskset["python"], niceness=NICENESS)
+            continue
         *python, module, attribute = rest.rsplit(":", 2) if ":" in rest else ("", "")
         if not (name and module and attribute.isidentifier() and python != [""]):
             raise ConfigError(f"{option} {pair!r} does not name code: write {option} NAME=module:attr", name=name)
         targets[name] = Program(f"{module}:{attribute}", python[0] if python else None, niceness=NICENESS)
     return targets
+
+
+def _taskset(name: str, found: re.Match[str]) -> str:
+    """Return the id, or the file, of a taskset. Raises ConfigError: there is none."""
+    taskset = found["taskset"]
+    if not taskset.strip():
+        raise ConfigError(
+            f"environment {name!r} names no taskset: write {name}=verifiers:ID, the id of an installed taskset, or the "
+            "path of a TOML file",
+            name=name,
+        )
+    return taskset
 
 
 def _line(name: str, rest: str) -> str:

@@ -28,6 +28,7 @@ MAIN = Path(__file__).with_name("process_main.py")
 NICENESS = 5  # for users' code, so that it gives way to all agents and workers
 THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 COMMAND = "!"  # begins the target of an agent that is a command (process_main.py)
+TASKSET = "@"  # begins the target of a taskset of verifiers, likewise
 ANSWER_BYTES_MAX = SNAPSHOT_BYTES_MAX  # of any answer; a longer one is not read
 # Of an answer's fields, in bytes; those that are not here have a text's.
 ROW_LIMITS = {
@@ -39,8 +40,8 @@ ROW_LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The code that a process runs for a user: "module:attr", or COMMAND and a command line; and its interpreter
-    (None: our own)."""
+    """The code that a process runs for a user: "module:attr", COMMAND and a command line, or TASKSET and a taskset;
+    and its interpreter (None: our own)."""
 
     target: str
     python: str | None = None

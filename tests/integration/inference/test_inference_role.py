@@ -32,6 +32,7 @@ PROMPT = [5, 6, 7]
 ROOT = Path(__file__).parents[3]
 CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 TRAIN_CLIENT = ROOT / "tests" / "support" / "clients" / "train_client.py"
+SKYRL_CLIENT = ROOT / "tests" / "support" / "clients" / "skyrl_client.py"
 VERSIONS = 6  # published while requests are pinned
 REQUESTS = 300
 
@@ -67,6 +68,8 @@ def test_the_routes_of_all_dialects_make_the_same_tokens(fleet: InferenceProcess
     assert np.allclose(logprobs, completed["logprobs"]["token_logprobs"], atol=1e-5)
     assert np.allclose(logprobs, told, atol=1e-5)
     assert completed["text"] == entry["text"] != ""
+    # And a token outside the vocabulary has no text
+    assert fleet.post("/detokenize", {"tokens": [*ids, 2**31 - 1]})["prompt"] == completed["text"]
     # And a seed makes the same again, and others beside it
     drawn = {"temperature": 1.0, "max_tokens": 8, "seed": 11, "n": 3}
     first, again = (fleet.post(GENERATE, {"token_ids": PROMPT, "sampling_params": drawn}) for _ in range(2))
@@ -92,6 +95,38 @@ def test_the_unmodified_train_client_of_verifiers_gets_its_tokens(fleet: Inferen
         assert completion == choice["token_ids"] != []
         assert np.allclose(logprobs, [each["logprob"] for each in choice["logprobs"]["content"]], atol=1e-5)
     assert len(turns[1][0]) > len(turns[0][0])
+
+
+@pytest.mark.slow
+def test_the_unmodified_client_of_skyrl_generates_pauses_and_is_refused_a_collective(fleet: InferenceProcess) -> None:
+    # Given SkyRL's package in an environment of its own: `make .venv-clients/.done`
+    assert CLIENTS_PYTHON.exists(), "make .venv-clients/.done"
+    words = [str(CLIENTS_PYTHON), str(SKYRL_CLIENT), f"{fleet.url}/k/{fleet.key}"]
+    place = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    said = subprocess.run(words, env=place, capture_output=True, text=True, timeout=150, check=False)
+    assert said.returncode == 0, said.stderr
+    told = json.loads(said.stdout.splitlines()[-1])
+    # Then it has what the same prompts get here, its text too, before and after a pause
+    sampling = {"temperature": 0.0, "max_tokens": 12, "logprobs": 0}
+    for index, prompt in enumerate([[5, 6, 7], [8, 9, 10, 11]]):
+        choice = fleet.post(GENERATE, {"token_ids": prompt, "sampling_params": sampling})["choices"][0]
+        completed = fleet.post("/v1/completions", {"prompt": prompt, "temperature": 0.0, "max_tokens": 12})["choices"][
+            0
+        ]
+        for made in (told["made"], told["again"]):
+            assert made["response_ids"][index] == choice["token_ids"] != []
+            logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+            assert np.allclose(made["response_logprobs"][index], logprobs, atol=1e-5)
+            assert made["responses"][index] == completed["text"] != ""
+    assert told["waits"] and told["world"] == [1, 1]
+    assert told["aborted"]["stop_reasons"] == ["abort", "abort"] and told["aborted"]["response_ids"] == [[], []]
+    # And a collective, sleep, adapters and texts are refused by name, with what to do
+    assert [status for status, _ in told["refused"]] == [400] * 5
+    collective, update, sleep, adapter, tokenize = [text for _, text in told["refused"]]
+    assert "/collective_rpc is not offered" in collective and "/update_weights_from_disk" in collective
+    assert "/update_weights without a weight_dir" in update and "/sleep is not offered" in sleep
+    assert "/skyrl/v1/load_lora_adapter is not offered: there are no adapters" in adapter
+    assert "/tokenize is not offered: make tokens of texts with the model's own tokenizer" in tokenize
 
 
 @pytest.mark.fault

@@ -144,7 +144,15 @@ async def test_generate_takes_what_skyrl_sends(inference: FakeInference, http: h
     answer = (await http.post(GENERATE, json={"sampling_params": sampled, "model": "m", "token_ids": [1]})).json()
     assert [each["token_ids"] for each in answer["choices"]] == [[8, 9], [8, 9]]
     assert [each.session for each in inference.prompts] == ["7", ""]
+    # And text of tokens, where there are any
+    for tokens, text in (([8, 9], "8 9"), ([], "")):
+        answer = await http.post("/detokenize", json={"model": "m", "tokens": tokens})
+        assert (answer.status_code, answer.json()) == (200, {"prompt": text})
+    for wrong in ([-1], ["a"], "8", None, [True]):
+        answer = await http.post("/detokenize", json={"model": "m", "tokens": wrong})
+        assert answer.status_code == 400 and "tokens is" in answer.json()["error"]["message"]
     # And its control calls, but those of a collective
+    assert (await http.post("/finish_session", params={"session_id": "7"})).status_code == 200
     assert (await http.post("/pause", params={"mode": "keep", "clear_cache": "false"})).status_code == 200
     assert (await http.post("/reset_prefix_cache", json={"reset_running_requests": False})).status_code == 200
     assert (await http.post("/resume")).status_code == 200
