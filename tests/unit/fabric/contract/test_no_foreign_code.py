@@ -36,6 +36,7 @@ NEEDED = {  # call → the argument that makes it harmless
     "numpy.load": ("allow_pickle", False),
 }
 
+CHAT = "a constant of the package verifiers, which the operator installed: the text of its chat loop"
 ALLOWED = {
     ("src/rollfab/__init__.py", "import_module"): "constants: `connect` and `aio` are loaded when first used",
     ("workers/environments/registry.py", "import_module"): "targets of --environment and --reward of this very process",
@@ -44,6 +45,9 @@ ALLOWED = {
         "workers/environments/process_main.py",
         "import_module",
     ): "a target of the registry of the process that started it",
+    ("workers/environments/process_main.py", "exec_module"): "a constant: the file verifiers_plugin.py beside it",
+    ("workers/environments/verifiers_plugin.py", "compile"): CHAT,
+    ("workers/environments/verifiers_plugin.py", "exec"): CHAT,
     (
         "workers/engines/vllm/step/serving_guard.py",
         "import_module",
