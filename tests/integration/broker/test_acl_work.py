@@ -418,7 +418,9 @@ async def look(who: dict[str, Part]) -> None:
     (claim,) = await agent.trajectories.claim(agent.name, 1)
     await agent.trajectories.fail(name, claim.fence, letter, is_final=True)
     assert await who["api-control"].rollouts.retry([name]) == {name: "done"}
-    assert await who["api-control"].rollouts.discard([name]) == {name: "unknown"}
+    for role in ("api-control", "api-trajectories"):
+        assert await who[role].rollouts.retry([name]) == {name: "unknown"}
+        assert await who[role].rollouts.discard([name]) == {name: "unknown"}
 
 
 async def leave(who: dict[str, Part]) -> None:

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 # What a worker reads by its work, as docs/security.md tells it; of every other table it reads nothing.
 READABLE = {
     *("runs", "workers", "heartbeats", "lends", "sharing", "assignments", "clock", "lease_bell:x"),
-    *(f"r1.0:{name}" for name in ("run", "clock", "counters", "leases", "open", "inbox:x")),
+    *(f"r1.0:{name}" for name in ("run", "clock", "counters", "leases", "open", "inbox:x", "timings", "told:x")),
     *(f"r1.0:turn:{name}" for name in ("ready:x", "suspects", "job", "record", "deadline", "held", "bell", "log")),
     *("r1.0:turn:agent", "r1.0:turn:result", "r1.0:turn:image"),
     *(f"r1.w:{name}" for name in ("head", "manifests", "chunk:x:x.x:x", "sending", "announcements", "holders")),
