@@ -29,7 +29,7 @@ from ..fabric.contract.errors import (
     WeightError,
     WireError,
 )
-from ..fabric.contract.ids import check_name
+from ..fabric.contract.ids import check_name, new_worker_id
 from ..fabric.contract.records import Group, RunConfig
 from ..fabric.contract.sampling import EVERYWHERE
 from ..fabric.contract.text import did_you_mean
@@ -42,6 +42,8 @@ from ..fabric.ports.queue import RunStatus
 from ..fabric.ports.sessions import REMOTE
 from ..fabric.rules.lending.capacity_facts import is_same_model
 from ..fabric.rules.queue.runs import undoable
+from ..fabric.tracing.export import COLLECTOR, open_spans
+from ..fabric.tracing.spans import Spans
 from ..fabric.versions.reader import Weights, fetch_weights
 from .agreement import AgreementReporter
 from .checks import check_peek, check_run, check_settings, check_view, make_groups
@@ -64,7 +66,9 @@ HEAL_S, HEAL_LOOK_S = 10.0, 0.25  # how long a read waits for damage to be mende
 class AsyncFabric:
     """A connection to one broker. Made by `connect`."""
 
-    def __init__(self, ports: RedisFabric, url: str) -> None:
+    def __init__(self, ports: RedisFabric, url: str, spans: Spans | None = None) -> None:
+        """spans: takes those of groups; it is closed with the connection."""
+        self._spans = spans or Spans()
         self._home = Home()
         self._ports = ports
         self._open_ledgers: set[Ledger] = set()
@@ -187,7 +191,7 @@ class AsyncFabric:
         await run.close()
 
     def _open(self, config: RunConfig) -> AsyncRun:
-        run = AsyncRun(self._ports, config, self._open_ledgers)
+        run = AsyncRun(self._ports, config, self._open_ledgers, self._spans)
         self._opened.append(run)
         return run
 
@@ -230,6 +234,7 @@ class AsyncFabric:
         for run in self._opened:
             await run.close()
         await self._ports.close()
+        await asyncio.to_thread(self._spans.close)
 
     async def __aenter__(self) -> AsyncFabric:
         return self
@@ -264,13 +269,20 @@ async def _check_able(ports: RedisFabric, config: RunConfig) -> None:
 class AsyncRun:
     """One training job's namespace: its tasks, its groups, its weights."""
 
-    def __init__(self, ports: RedisFabric, config: RunConfig, open_ledgers: set[Ledger] | None = None) -> None:
-        """open_ledgers: takes the ledgers that hold groups, for the closing of the connection."""
+    def __init__(
+        self,
+        ports: RedisFabric,
+        config: RunConfig,
+        open_ledgers: set[Ledger] | None = None,
+        spans: Spans | None = None,
+    ) -> None:
+        """open_ledgers: takes the ledgers that hold groups, for the closing of the connection. spans: of groups."""
         self._home = Home()
         self._ports = ports
         self.config = config
         self._publisher: Publisher | None = None
-        self._ledger = Ledger(ports.rollouts(config), run_id=config.run_id, open_ledgers=open_ledgers)
+        rollouts = ports.rollouts(config)
+        self._ledger = Ledger(rollouts, run_id=config.run_id, open_ledgers=open_ledgers, spans=spans)
         self._waiting = Waiting(ports.board, config.run_id)
         self._reporter = AgreementReporter(ports.board, ports.weights, config.run_id)
         self._meter = StepMeter(ports.board, config.run_id)
@@ -557,4 +569,9 @@ async def connect(url: str | None = None, *, client_name: str = "trainer") -> As
             "private one",
             setting="url",
         )
-    return AsyncFabric(await RedisFabric.open(url, client_name=client_name), url)
+    spans = open_spans(os.environ.get(COLLECTOR, ""), "trainer", new_worker_id("trainer"))
+    try:
+        return AsyncFabric(await RedisFabric.open(url, client_name=client_name), url, spans)
+    except BaseException:
+        await asyncio.to_thread(spans.close)
+        raise

@@ -22,16 +22,19 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any
 
 from ..fabric.contract.errors import BrokerError, ClaimLost, FabricError, QueueFull
+from ..fabric.contract.ids import new_trace_id
 from ..fabric.contract.records import Group, RunConfig
 from ..fabric.contract.text import one_line
 from ..fabric.host.command import command
 from ..fabric.host.forks import Home
 from ..fabric.ports.queue import Delivery, GroupPush, RolloutStream
 from ..fabric.rules.queue.push import never_fits
+from ..fabric.tracing.spans import Place, Spans, place_of
 from .checks import make_groups
 from .filters import Keep, Refill
 from .waiting import Waiting
@@ -72,6 +75,7 @@ class Submission:
         """Push all groups; return their ids. Raises as `AsyncRun.submit` says."""
         try:
             await ledger.go_on()
+            self._groups = ledger.trace(self._groups)
             self._check_sizes(config)
             if self.check is not None:
                 await self.check()
@@ -175,9 +179,21 @@ class Submission:
 
 
 class Ledger:
-    """A run's rollout stream, with a memory. open_ledgers: the ledgers that hold something, so that they get closed."""
+    """A run's rollout stream, with a memory. open_ledgers: the ledgers that hold something, so that they get closed.
 
-    def __init__(self, rollouts: RolloutStream, *, run_id: str = "", open_ledgers: set[Ledger] | None = None) -> None:
+    spans: takes those of its groups.
+    """
+
+    def __init__(
+        self,
+        rollouts: RolloutStream,
+        *,
+        run_id: str = "",
+        open_ledgers: set[Ledger] | None = None,
+        spans: Spans | None = None,
+    ) -> None:
+        self._spans = spans or Spans()
+        self._received_s: dict[tuple[int, str], float] = {}  # of groups in hand that are traced
         self._rollouts = rollouts
         self._run_id = run_id
         self._open_ledgers = set[Ledger]() if open_ledgers is None else open_ledgers
@@ -198,6 +214,7 @@ class Ledger:
     async def push(self, groups: Sequence[GroupPush]) -> None:
         """Push groups. Raises FabricError, like RolloutStream.push."""
         taken: set[str] = set()
+        begun_s = asyncio.get_running_loop().time()
         try:
             await self._rollouts.push(groups)
             taken = {group.group_id for group in groups}
@@ -207,6 +224,40 @@ class Ledger:
         finally:
             self._open.update((group.group_id, group) for group in groups if group.group_id in taken)
             _bound(self._open)
+            self._trace_pushed([group for group in groups if group.group_id in taken], begun_s)
+
+    def trace(self, groups: list[GroupPush]) -> list[GroupPush]:
+        """Begin a trace of each group that is to be traced: its jobs carry it, also if they are pushed again."""
+        return [_traced(each, root) if (root := self._spans.root()) is not None else each for each in groups]
+
+    def _trace_pushed(self, groups: Sequence[GroupPush], begun_s: float) -> None:
+        """Add the span of each group that was taken in."""
+        for group in groups if self._spans.is_on else ():
+            place = place_of(group.jobs[0].traceparent) if group.jobs else None
+            facts: dict[str, Any] = {"run_id": self._run_id, "group_id": group.group_id, "group_size": len(group.jobs)}
+            self._spans.add("submit", place, None, begun_s, asyncio.get_running_loop().time(), **facts)
+
+    def _trace_used(self, key: tuple[int, str], delivery: Delivery) -> None:
+        """Add the span of a group from its arrival to its acknowledgement: a trace of its own, with links to its
+        trajectories'."""
+        begun_s, group = self._received_s.pop(key, None), delivery.group
+        places = [place for each in group.rollouts if (place := place_of(each.traceparent)) is not None]
+        if begun_s is None or not places:
+            return
+        trace_id = new_trace_id()
+        self._spans.add(
+            "consume",
+            Place(trace_id, trace_id[:16]),
+            None,
+            begun_s,
+            asyncio.get_running_loop().time(),
+            links=places,
+            run_id=self._run_id,
+            group_id=group.group_id,
+            group_size=len(group.rollouts),
+            ended_by=group.ended_by,
+            is_redelivered=group.redelivered,
+        )
 
     async def receive(self, consumer: str, timeout_s: float, *, takeover_s: float = TAKEOVER_S) -> Delivery | None:
         """Return the next complete group that was not used before; None if none came in time."""
@@ -226,6 +277,8 @@ class Ledger:
             await self.acknowledge(delivery)
             return None
         self._note_failed(delivery.group)
+        if self._spans.is_on:
+            self._received_s[delivery.shard, delivery.entry_id] = asyncio.get_running_loop().time()
         return delivery
 
     async def acknowledge(self, delivery: Delivery) -> bool:
@@ -245,6 +298,8 @@ class Ledger:
             await self._tell_lost(key, lost)
         self._in_hand.pop(key, None)
         self._lost.discard(key)
+        if self._spans.is_on:
+            self._trace_used(key, delivery)
         return lost is None
 
     async def _tell_lost(self, key: tuple[int, str], error: ClaimLost | None) -> None:
@@ -261,6 +316,7 @@ class Ledger:
         if key not in self._unsaid:
             self._in_hand.pop(key, None)
             self._lost.discard(key)
+            self._received_s.pop(key, None)
             self._rollouts.put_back(delivery)
 
     def use(self, delivery: Delivery) -> None:
@@ -485,7 +541,7 @@ class Groups:
             size = len(group.rollouts) + len(group.failures) + len(group.cancelled)
             quorum = len(group.rollouts) if group.ended_by == "quorum" else None
             name = self._refill.name_of(group.group_id)
-            await self._ledger.push(make_groups([task], size, [name], quorum=quorum))
+            await self._ledger.push(self._ledger.trace(make_groups([task], size, [name], quorum=quorum)))
 
     async def __aenter__(self) -> Groups:
         self._home.check()
@@ -505,6 +561,11 @@ class Groups:
         else:
             for delivery in held:
                 self._ledger.put_back(delivery)
+
+
+def _traced(group: GroupPush, root: Place) -> GroupPush:
+    jobs = (replace(job, traceparent=root.traceparent) for job in group.jobs)
+    return replace(group, jobs=tuple(jobs))
 
 
 def _bound(memory: dict[str, GroupPush] | dict[str, None]) -> None:

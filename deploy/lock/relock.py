@@ -142,7 +142,7 @@ def write_main() -> None:
     extras = project["optional-dependencies"]
     roles = [*project["dependencies"], *extras["api"], *extras["workers"], *extras["trainer"]]
     games = [role for role in roles if role.startswith("gem-llm")]
-    tools = [*extras["dev"], *extras["bench"], *extras["parquet"], *extras["all"]]
+    tools = [*extras["dev"], *extras["bench"], *extras["otel"], *extras["parquet"], *extras["all"]]
     demo_names = closure([*BUILD, *(role for role in roles if role not in games)])
     games_names = closure(games) - demo_names
     demo_pins = installed_pins(demo_names)

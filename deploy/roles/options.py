@@ -15,6 +15,7 @@ from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.ids import check_name, new_worker_id
 from ...fabric.contract.text import did_you_mean
 from ...fabric.host.options import option
+from ...fabric.tracing.export import COLLECTOR
 from ...workers.rollout.supply_options import SupplyOptions, place_of
 from ...workers.serving.options import ServingOptions, check_serving_options
 from .engines import EngineOptions, check_engine_options
@@ -66,6 +67,12 @@ class RoleOptions:
         is_secret=True,
     )
     name: str | None = option(None, "Worker id. Default: made from role, host and process.")
+    otlp: str = option(
+        "",
+        "Send OpenTelemetry traces to this collector, over HTTP: http://HOST:4318. Needs rollfab\\[otel].",
+        variables=(COLLECTOR,),
+        metavar="URL",
+    )
 
     def worker_id(self, role: str) -> str:
         """Return the name that this process goes by on the broker.

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ from ...fabric.contract.records import WorkerInfo
 from ...fabric.host.helpers import Helpers, end_all
 from ...fabric.model.presets import FoundModel, find_model
 from ...fabric.opened import RedisFabric
+from ...fabric.tracing.export import open_spans
+from ...fabric.tracing.spans import Spans
 from ...workers.engines.base import Engine
 from ...workers.environments.confinement import hide, say_what_lacks
 from ..cli.exits import INTERRUPTED
@@ -171,6 +173,7 @@ def run_agent(options: AgentOptions) -> None:
             make_ask_reward=lambda: RewardAsker(partial(queue_of, open_queue(options.url)), clock).ask,
         )
         async with contextlib.AsyncExitStack() as stack:
+            spans = stack.enter_context(_spans(options, "agent", worker_id))
             registry = await stack.enter_async_context(_registry(options.foreign, pool))
             await _unless_stopped(registry.check(), stop)
             opening = RedisFabric.open(options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX)
@@ -178,7 +181,7 @@ def run_agent(options: AgentOptions) -> None:
             asker = RewardAsker(partial(queue_of, open_queue(options.url)), clock)
             async with _model_api(stop, confinement, options.play_count) as desk:
                 worker = AgentWorker(
-                    ports, registry, config, clock, ask_reward=asker.ask, elsewhere=elsewhere, desk=desk
+                    ports, registry, config, clock, ask_reward=asker.ask, elsewhere=elsewhere, desk=desk, spans=spans
                 )
                 with watching():
                     await worker.run(stop)
@@ -242,9 +245,10 @@ def run_gateway(options: GatewayOptions) -> None:
         elsewhere = Elsewhere(
             open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id), make_ask_reward=make_ask_reward
         )
-        async with await RedisFabric.open(
-            options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX
-        ) as ports:
+        opening = RedisFabric.open(options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX)
+        async with contextlib.AsyncExitStack() as stack:
+            spans = stack.enter_context(_spans(options, "gateway", worker_id))
+            ports = await stack.enter_async_context(await opening)
             worker = AgentWorker(
                 ports,
                 RemoteWorlds(desk),
@@ -254,6 +258,7 @@ def run_gateway(options: GatewayOptions) -> None:
                 elsewhere=elsewhere,
                 desk=desk,
                 takes_what_is_opened=True,
+                spans=spans,
             )
             work = (
                 worker.run(stop),
@@ -292,6 +297,7 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
             if sharing is not None:
                 stack.callback(sharing.close)
             stack.push_async_callback(_forget, ports, worker_id)
+            spans = stack.enter_context(_spans(options, options.role, worker_id))
             async with _told_of(ports, config, sharing):
                 if sharing is not None:
                     await sharing.wait(stop, _say)
@@ -312,6 +318,7 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
                 make_receiver=partial(weights.receiver, engine=made),
                 guard=guard,
                 memory=sharing.memory if sharing is not None else None,
+                spans=spans,
             )
             if sharing is not None:
                 await stack.enter_async_context(sharing.following(worker.keeper, worker_id, ports.board))
@@ -436,7 +443,8 @@ def run_reward(options: RewardOptions) -> None:
             await asyncio.to_thread(check_queue, queue)
             functions = RewardFunctions(registry, config)
             stack.push_async_callback(functions.close)
-            scoring = Scoring(ports, functions, config, clock)
+            spans = stack.enter_context(_spans(options, "reward", worker_id))
+            scoring = Scoring(ports, functions, config, clock, spans)
             scoring.offered = await functions.offered()
             await RewardWorker(ports, scoring, queue, _info(worker_id, "reward"), clock).run(stop)
 
@@ -466,7 +474,8 @@ def run_api(options: ApiOptions) -> None:
             training = None
             if options.trains:
                 own = await RedisFabric.open(options.url, client_name=worker_id)  # whose calls wait, as a trainer's do
-                trainer = await stack.enter_async_context(AsyncFabric(own, options.url))
+                spans = open_spans(options.otlp, "api", worker_id)  # which the trainer closes
+                trainer = await stack.enter_async_context(AsyncFabric(own, options.url, spans))
                 training = router(Runs(trainer), weights)
             await serve_http(ports, config, stop, training=training)
 
@@ -489,6 +498,16 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
     if tasks[0].done():
         tasks[0].result()
     await end_all(tasks)
+
+
+@contextlib.contextmanager
+def _spans(options: RoleOptions, role: str, worker_id: str) -> Iterator[Spans]:
+    """Send the spans of this process, while the block runs, to the collector that is named, if any."""
+    spans = open_spans(options.otlp, role, worker_id)
+    try:
+        yield spans
+    finally:
+        spans.close()
 
 
 def _named(options: RoleOptions, kind: str) -> str:

@@ -38,3 +38,8 @@ class SystemClock:
 
     async def sleep(self, duration_s: float) -> None:
         await asyncio.sleep(duration_s)
+
+
+def wall_offset_ns() -> int:
+    """Return the wall clock less the monotonic one, nanoseconds: to show others when a measured time was."""
+    return time.time_ns() - time.monotonic_ns()

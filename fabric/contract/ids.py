@@ -55,6 +55,11 @@ def new_process_id() -> str:
     return secrets.token_hex(4)
 
 
+def new_trace_id() -> str:
+    """Make a name for a trace, as OpenTelemetry has them: 128 random bits, as 32 hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
 def trajectory_id(group_id: str, index: int) -> str:
     """Name a group's `index`-th trajectory."""
     return f"{group_id}.{index}"

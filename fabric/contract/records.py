@@ -120,6 +120,7 @@ class TrajectoryJob(Record):
     """A trajectory waiting to be run: what it starts from."""
 
     KIND: ClassVar[int] = 2
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("traceparent",)
 
     trajectory_id: str
     group_id: str
@@ -127,6 +128,7 @@ class TrajectoryJob(Record):
     index: int
     task: dict[str, Any]
     seed: int
+    traceparent: str = ""  # W3C's, of its submission; empty: nobody traces it. So are those of turns and rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,7 @@ class TurnJob(Record):
     ARRAYS: ClassVar[dict[str, str]] = {"prompt_ids": "i4"}
     NESTED: ClassVar[dict[str, Any]] = {"sampling": sampling_from, "images": places_from}
     ROWS: ClassVar[dict[str, Any]] = {"sampling": Sampling.row}
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("traceparent",)
 
     turn_id: str
     agent_id: str
@@ -145,6 +148,7 @@ class TurnJob(Record):
     prompt_ids: Int32
     context_digest: str = ""  # of what led here, by the agent that asks: all tokens, and the rewards so far
     images: tuple[ImagePlace, ...] = ()
+    traceparent: str = ""  # of the turn, as its agent sees it
 
     def _check(self) -> None:
         check_places(self.images, len(self.prompt_ids), "TurnJob")
@@ -274,6 +278,7 @@ class Rollout(Record):
         "completion_mask": "u1",
     }
     SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs", "completion_mask")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("traceparent",)
     NESTED: ClassVar[dict[str, Any]] = {"spans": spans_from, "nodes": nodes_from}
 
     trajectory_id: str
@@ -294,6 +299,7 @@ class Rollout(Record):
     sides: tuple[Side, ...] = ()
     turn_ms: list[int] = field(default_factory=list)
     """When each turn was asked for, answered, and its step over, in turn, since the agent began; none: not told."""
+    traceparent: str = ""  # of the trajectory
 
     @property
     def policy_version(self) -> int:

@@ -56,6 +56,7 @@ class Record:
         NESTED: field name → decoder for fields that hold other plain dataclasses (spans, sampling).
         ROWS: field name → encoder, for those of NESTED that leave defaults out; their decoders check what was sent.
         SAME_LENGTH: names of arrays that must be equally long.
+        LEFT_OUT: names of texts that are not sent where they are empty: an older reader need not know them then.
         HAS_SIDES: whether it has a field `sides`, a tuple of Side.
         IGNORES_UNKNOWN: whether fields that a newer sender added are passed over; else the record is refused.
     """
@@ -66,6 +67,7 @@ class Record:
     NESTED: ClassVar[dict[str, Callable[[Any], Any]]] = {}
     ROWS: ClassVar[dict[str, Callable[[Any], Any]]] = {}
     SAME_LENGTH: ClassVar[tuple[str, ...]] = ()
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ()
     HAS_SIDES: ClassVar[bool] = False
     IGNORES_UNKNOWN: ClassVar[bool] = False
 
@@ -93,6 +95,9 @@ class Record:
             meta = {name: value for name, value in meta.items() if not _is_derived(type(self), name)}
         for name, row in self.ROWS.items():
             meta[name] = row(meta[name])
+        for name in self.LEFT_OUT:
+            if not meta[name]:
+                del meta[name]
         parts: list[bytes] = []
         for name, code in self.ARRAYS.items():
             array = np.asarray(meta[name], ARRAY_DTYPES[code])
@@ -182,6 +187,8 @@ def _metadata(cls: type[Record], data: bytes | memoryview) -> tuple[dict[str, An
     meta = load_json(data[HEADER.size : end])
     if not isinstance(meta, dict):
         raise WireError(f"{cls.__name__}: metadata is not an object")
+    for name in cls.LEFT_OUT:
+        meta.setdefault(name, "")
     return meta, end
 
 

@@ -60,6 +60,7 @@ from ...fabric.contract.wire import dump_json, load_json
 from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import TrajectoryClaim, TrajectoryQueue, TurnPush, TurnQueue
 from ...fabric.rules.queue.timings import RunTimings
+from ...fabric.tracing.spans import Place, place_of
 from ..engines.model_tokenizer import chat_of
 from ..environments.answers import BRIEF, check_observation, check_step, dump_within, weigh
 from ..environments.base import (
@@ -132,10 +133,15 @@ class TurnCaller:
         *,
         ask_again_s: float,
         timings: RunTimings,
+        model: str = "",
     ) -> None:
-        """Make a caller; its owner must keep `push` and `receive` running as long as any episode asks."""
+        """Make a caller; its owner must keep `push` and `receive` running as long as any episode asks.
+
+        model: of the run, for its spans.
+        """
         self.agent_id = agent_id
         self._timings = timings
+        self._model = model
         self._turns = turns
         self._trajectories = trajectories
         self._quarantine = quarantine
@@ -153,6 +159,9 @@ class TurnCaller:
             ClaimLost: somebody else holds the trajectory.
             QueueFull: the trajectory has had all its turns (facts: is_final).
         """
+        trajectory = played_at(claim)
+        if trajectory is not None:
+            job = replace(job, traceparent=trajectory.child(job.turn_id).traceparent)
         push, begun_s = _push(claim, job, files), asyncio.get_running_loop().time()
         if not self._waiting:
             self._hear()
@@ -170,8 +179,34 @@ class TurnCaller:
         if result is None:
             raise _lost(claim)
         self._quarantine.clear(claim)
-        self._timings.note("turn", asyncio.get_running_loop().time() - begun_s, claim.job.trajectory_id)
+        ended_s = asyncio.get_running_loop().time()
+        self._timings.note("turn", ended_s - begun_s, claim.job.trajectory_id)
+        if trajectory is not None and self._timings.spans.is_on:
+            self._trace(trajectory, push, result, begun_s, ended_s)
         return result
+
+    def _trace(self, trajectory: Place, push: TurnPush, result: TurnResult, begun_s: float, ended_s: float) -> None:
+        """Add the span of a turn, as whoever asked for it saw it."""
+        job = push.job
+        self._timings.spans.add(
+            "turn",
+            place_of(job.traceparent),
+            trajectory,
+            begun_s,
+            ended_s,
+            error=result.finish_reason if result.finish_reason in ("error", "refused") else "",
+            model=self._model,
+            trajectory_id=push.trajectory_id,
+            turn_id=job.turn_id,
+            input_tokens=len(job.prompt_ids),
+            output_tokens=len(result.completion_ids),
+            max_tokens=job.sampling.max_tokens,
+            temperature=job.sampling.temperature,
+            finish_reasons=(result.finish_reason,),
+            worker_ids=tuple(dict.fromkeys(span.worker_id for span in result.spans)),
+            policy_version=min((span.policy_version for span in result.spans), default=None),
+            is_handed_over=result.resumed,
+        )
 
     def unanswered(self, for_s: float) -> set[str]:
         """Return the trajectories that wait, if no turn of the run has come for `for_s` seconds; else none.
@@ -234,6 +269,12 @@ class TurnCaller:
                     call.answer.set_result(result)
 
 
+def played_at(claim: TrajectoryClaim) -> Place | None:
+    """Return the place of a trajectory in its trace, which all agents that play one attempt know; None: not traced."""
+    submitted = place_of(claim.job.traceparent)
+    return None if submitted is None else submitted.child(claim.job.trajectory_id, claim.attempt)
+
+
 def _push(claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes] = NO_FILES) -> TurnPush:
     return TurnPush(
         trajectory_id=claim.job.trajectory_id,
@@ -273,6 +314,7 @@ class Episode:
         self._has_limit = True  # whether we limit the time of a call; known once the world is open
         self._began_s = limits.clock.now_s()
         self._turn_ms: list[int] = []  # see Rollout
+        self._place = played_at(claim)  # in its trace
         self._stated: tuple[TextSampling, Sampling] | None = None  # the world's settings, and what came of them
         self.session: AgentSession | None = None  # of an agent that plays by itself
 
@@ -332,6 +374,7 @@ class Episode:
             attempt=self._claim.attempt,
             seed=job.seed,
             info={**load_json(dumped), "rewards": rewards},
+            traceparent="" if self._place is None else self._place.traceparent,
             **record,
         )
 
@@ -459,8 +502,12 @@ class Episode:
         action = await self._take(result)
         begun_s = self._limits.clock.now_s()
         step = await self._guard("step", lambda: world.step(copy.deepcopy(action)))  # the record keeps its own
-        taken_s = self._limits.clock.now_s() - begun_s
-        self._limits.timings.note("environment_step", taken_s, self._claim.job.trajectory_id)
+        ended_s = self._limits.clock.now_s()
+        self._limits.timings.note("environment_step", ended_s - begun_s, self._claim.job.trajectory_id)
+        if self._place is not None:
+            at = self._place.child("step", self._turn_count, self._claim.fence)
+            name = self._run.environment
+            self._limits.timings.spans.add("environment_step", at, self._place, begun_s, ended_s, tool=name)
         step = await check_step(step, self._name, is_chat=isinstance(self._transcript, Dialogue))
         await self._add_step(step)
         return step

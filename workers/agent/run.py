@@ -14,17 +14,18 @@ from dataclasses import dataclass
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, ClaimLost, EngineUnsupported, FabricError, PayloadTooLarge
-from ...fabric.contract.records import RunConfig
+from ...fabric.contract.records import Rollout, RunConfig
 from ...fabric.host.helpers import Helpers, end_all
 from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import Fabric, TrajectoryClaim, TrajectoryQueue
 from ...fabric.rules.queue.runs import is_same_run
 from ...fabric.rules.queue.timings import Timings
+from ...fabric.tracing.spans import place_of
 from ..environments.failures import dead_letter
 from ..environments.registry import Registry
 from ..environments.room import Room
 from .desk import Desk, Untaken
-from .episode import Episode, Limits, TurnCaller
+from .episode import Episode, Limits, TurnCaller, played_at
 from .keeper import AskReward, patiently
 from .slots import Places, Quarantine
 
@@ -92,7 +93,13 @@ class RunAgent:
         again_s, turns = parts.config.ask_again_s, parts.fabric.turns(run)
         self._timings = parts.timings.of(run.run_id)
         caller = self._caller = TurnCaller(
-            self._worker_id, turns, self._trajectories, parts.quarantine, ask_again_s=again_s, timings=self._timings
+            self._worker_id,
+            turns,
+            self._trajectories,
+            parts.quarantine,
+            ask_again_s=again_s,
+            timings=self._timings,
+            model=run.model,
         )
         self._helpers = Helpers(*(patiently(work, parts.clock) for work in (self._claim, caller.push, caller.receive)))
 
@@ -150,6 +157,7 @@ class RunAgent:
             for claim in claims:
                 if claim.waited_s is not None:
                     self._timings.note("trajectory_queue", claim.waited_s, claim.job.trajectory_id)
+                    self._trace_wait(claim, claim.waited_s)
                 self._start(claim, found.pop(0))
             if not claims:
                 await self._trajectories.wait(WAIT_S)
@@ -239,6 +247,7 @@ class RunAgent:
             is_settled = await self._settle_patiently(lambda: settle(claim, rollout, is_scored=is_scored))
             if is_settled:
                 self._timings.note("trajectory", self._parts.clock.now_s() - begun_s, name)
+                self._trace(claim, begun_s, rollout=rollout)
             if is_settled and not is_scored:
                 await self._parts.ask_reward(self._run.run_id, name, claim.fence)
         except ClaimLost:
@@ -246,11 +255,42 @@ class RunAgent:
         except Untaken:
             await self._release([claim])
         except Exception as error:  # noqa: BLE001 - around a user's environment: its attempt fails, the agent goes on
+            self._trace(claim, begun_s, error=type(error).__name__)
             await self._fail(claim, error)
         finally:
             self._settling.discard((name, claim.fence))
             if episode.session is not None:
                 episode.session.say_recorded(is_settled)
+
+    def _trace_wait(self, claim: TrajectoryClaim, waited_s: float) -> None:
+        """Add the span of a trajectory's wait for this agent."""
+        place, now_s = played_at(claim), self._parts.clock.now_s()
+        if place is not None:
+            at, submitted = place.child("queue", claim.fence), place_of(claim.job.traceparent)
+            self._timings.spans.add("trajectory_queue", at, submitted, now_s - waited_s, now_s)
+
+    def _trace(
+        self, claim: TrajectoryClaim, begun_s: float, *, rollout: Rollout | None = None, error: str = ""
+    ) -> None:
+        """Add the span of an attempt that ended well, with its rollout, or not."""
+        made = rollout
+        self._timings.spans.add(
+            "trajectory",
+            played_at(claim),
+            place_of(claim.job.traceparent),
+            begun_s,
+            self._parts.clock.now_s(),
+            error=error,
+            environment=self._run.environment,
+            model=self._run.model,
+            run_id=self._run.run_id,
+            group_id=claim.job.group_id,
+            trajectory_id=claim.job.trajectory_id,
+            attempt=claim.attempt,
+            turn_count=None if made is None else made.turn_count,
+            outcome=None if made is None else made.finish_reason,
+            reward=None if made is None else made.reward,
+        )
 
     async def _settle_patiently(self, settle: Callable[[], Awaitable[bool]]) -> bool:
         """Repeat settling, which is idempotent, until the broker answers or the claim is surely lost."""

@@ -27,6 +27,7 @@ from ...fabric.contract.records import WorkerInfo
 from ...fabric.ports.queue import Fabric
 from ...fabric.ports.sessions import REMOTE
 from ...fabric.rules.queue.timings import Timings
+from ...fabric.tracing.spans import Spans
 from ..environments.registry import Registry
 from ..environments.room import Room
 from .desk import Desk
@@ -53,6 +54,7 @@ class AgentWorker:
         elsewhere: Elsewhere | None = None,
         desk: Desk | None = None,
         takes_what_is_opened: bool = False,
+        spans: Spans | None = None,
     ) -> None:
         """Make an agent worker.
 
@@ -61,6 +63,7 @@ class AgentWorker:
             ask_reward: asks for the rewards of trajectories whose run has a reward function.
             elsewhere: lets the keeper work in a thread of its own; None: it shares this loop and `fabric`.
             desk: where agents that play by themselves reach their sessions.
+            spans: takes those of trajectories that are traced.
             takes_what_is_opened: whether it claims a trajectory only where somebody opens a session for one.
         """
         desk = desk or Desk()
@@ -76,7 +79,7 @@ class AgentWorker:
             quarantine=Quarantine(),
             room=Room(SNAPSHOTS_BYTES_MAX),
             desk=desk,
-            timings=Timings(new_process_id()),
+            timings=Timings(new_process_id(), spans),
         )
         self._config = config
         self._clock = clock

@@ -24,7 +24,8 @@ from ...fabric.contract.records import Rollout, RunConfig, TrajectoryJob, check_
 from ...fabric.host.helpers import Helpers
 from ...fabric.ports.queue import Fabric, ScoreClaim, TrajectoryQueue
 from ...fabric.rules.queue.retries import SCORE_LOSS_MAX
-from ...fabric.rules.queue.timings import Timings
+from ...fabric.rules.queue.timings import RunTimings, Timings
+from ...fabric.tracing.spans import Spans, place_of
 from ..environments.confinement import UNASKED, Confinement
 from ..environments.failures import dead_letter, reason_of
 from ..environments.pool import PoolConfig, ProcessPool
@@ -218,13 +219,21 @@ class _Run:
 class Scoring:
     """Computes the rewards that it takes, while `run` runs."""
 
-    def __init__(self, fabric: Fabric, functions: RewardFunctions, config: ScoringConfig, clock: Clock) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        functions: RewardFunctions,
+        config: ScoringConfig,
+        clock: Clock,
+        spans: Spans | None = None,
+    ) -> None:
+        """spans: takes those of rewards of trajectories that are traced."""
         self._fabric = fabric
         self._functions = functions
         self._config = config
         self._clock = clock
         self._runs: dict[str, _Run] = {}
-        self.timings = Timings(new_process_id())
+        self.timings = Timings(new_process_id(), spans)
         self.offered: list[str] = []
         self.error: str | None = None
         """The error of the reward that failed last."""
@@ -342,13 +351,39 @@ class Scoring:
         try:
             reward = await self._functions.compute(config.reward or "", config.run_id, claim.task, claim.rollout)
         except (RewardFailed, ConfigError) as error:
+            self._trace(timings, config, claim.rollout, fence, begun_s, error=type(error).__name__)
             await self._fail(run, name, fence, claim, error)
             return
         taken_s = self._clock.now_s() - begun_s
         timings.note("reward", taken_s, name)
+        self._trace(timings, config, claim.rollout, fence, begun_s, reward=reward)
         if run.window < FEW or taken_s > WORTH_S:
             run.window += 1
         await run.queue.score(name, fence, reward)
+
+    def _trace(
+        self,
+        timings: RunTimings,
+        config: RunConfig,
+        rollout: Rollout,
+        fence: int,
+        begun_s: float,
+        *,
+        reward: float | None = None,
+        error: str = "",
+    ) -> None:
+        trajectory = place_of(rollout.traceparent) if timings.spans.is_on else None
+        if trajectory is not None:
+            timings.spans.add(
+                "reward",
+                trajectory.child("reward", fence),
+                trajectory,
+                begun_s,
+                self._clock.now_s(),
+                error=error,
+                reward_name=config.reward,
+                reward=reward,
+            )
 
     async def _fail(self, run: _Run, name: str, fence: int, claim: ScoreClaim, error: FabricError) -> None:
         assert claim.rollout is not None

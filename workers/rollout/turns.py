@@ -29,6 +29,7 @@ from ...fabric.rules.queue.runs import cache_salt
 from ...fabric.rules.queue.timings import RunTimings
 from ..engines.base import Engine, Generation, GenerationRequest
 from .engine_watch import LOOK_S, EngineWatch
+from .turn_spans import trace_claim
 
 log = logging.getLogger(__name__)
 
@@ -235,6 +236,7 @@ class RunningTurns:
         for name in inside:
             if name in self._turns and name not in whole:
                 self._turns[name].take_out(made.get(name), is_stalled=is_stalled)
+                self._trace(self._turns[name], made.get(name), "given_back")
                 self._out_count += 1
 
     def _inside(self) -> list[str]:
@@ -260,6 +262,8 @@ class RunningTurns:
     def _note(self, ended: Generation) -> None:
         """Note how long a turn's tokens took, where the engine tells of the first."""
         turn, first_s = self._turns.get(ended.request_id), ended.first_token_s
+        if turn is not None and turn.back is None and ended.finish_reason in ENDED:
+            self._trace(turn, ended, ended.finish_reason)
         if turn is None or first_s is None or ended.finish_reason not in WHOLE:
             return
         name, count = trajectory_of(turn.claim.job.turn_id), len(ended.completion_ids)
@@ -268,6 +272,11 @@ class RunningTurns:
             self.timings.note("handover", turn.claim.waited_s + first_s, name)
         if count > 1:
             self.timings.note("tpot", (self._clock.now_s() - turn.begun_s - first_s) / (count - 1), name)
+
+    def _trace(self, turn: RunningTurn, made: Generation | None, outcome: str) -> None:
+        """Add the spans of a claim that ends now."""
+        times = {"begun_s": turn.begun_s, "now_s": self._clock.now_s()}
+        trace_claim(self.timings.spans, turn.claim, turn.worker_id, made, **times, outcome=outcome)
 
     async def look(self) -> None:
         """Watch the engine; for ever. Raises EngineError: it is gone."""

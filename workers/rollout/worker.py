@@ -36,6 +36,7 @@ from ...fabric.ports.queue import Fabric, TurnQueue
 from ...fabric.rules.queue.engine_watch import StallRule
 from ...fabric.rules.queue.retries import is_stale
 from ...fabric.rules.queue.timings import Timings
+from ...fabric.tracing.spans import Spans
 from ..engines.base import Engine
 from .config import RolloutConfig as RolloutConfig
 from .engine_sleep import GivesBack, Readiness
@@ -61,6 +62,7 @@ class RolloutWorker:
         make_receiver: Callable[[str], WeightReceiver],
         guard: Guarded | None = None,
         memory: GivesBack | None = None,
+        spans: Spans | None = None,
     ) -> None:
         """Make a worker.
 
@@ -68,6 +70,7 @@ class RolloutWorker:
             make_receiver: makes a receiver of a run's weights.
             guard: if the engine shares its device with a serving engine: how much it may do now.
             memory: in the same case: the engine's KV memory, which the serving engine can have while nothing is lent.
+            spans: takes those of turns that are traced.
         """
         self._fabric = fabric
         self._config = config
@@ -80,7 +83,7 @@ class RolloutWorker:
         running = RunningOptions(
             worker_id=config.worker_id, log_s=config.log_s, stall=rule, context_tokens_max=config.context_tokens_max
         )
-        self._timings = Timings(new_process_id())
+        self._timings = Timings(new_process_id(), spans)
         self._running = RunningTurns(engine, running, clock, wake=self._wake.set)
         self._yielding = Yielding(self._running, guard, clock)
         lease = LeaseOptions(worker_id=config.worker_id, heartbeat_s=config.heartbeat_s, retry_s=config.poll_s)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...contract.fields import WHOLE_MAX
+from ...tracing.spans import Spans
 
 TIMINGS = {
     "trajectory_queue": "From a trajectory's being ready to an agent's claim.",
@@ -44,9 +45,13 @@ Latest = Mapping[tuple[str, int], tuple[float, str]]  # by name and bucket: seco
 
 
 class RunTimings:
-    """The durations of one run that one role has measured. One thread notes; one, perhaps another, reads."""
+    """The durations of one run that one role has measured. One thread notes; one, perhaps another, reads.
 
-    def __init__(self) -> None:
+    spans: takes when they were, of trajectories that are traced.
+    """
+
+    def __init__(self, spans: Spans | None = None) -> None:
+        self.spans = spans or Spans()
         self._rows = {name: [0] * (BUCKET_COUNT + 1) for name in TIMINGS}
         self._latest: dict[tuple[str, int], tuple[float, str]] = {}
         self._read = {name: row[:] for name, row in self._rows.items()}  # the reader's own
@@ -87,8 +92,9 @@ class TimingReport:
 class Timings:
     """The durations of all runs that a role serves, and how much of them it has reported."""
 
-    def __init__(self, process_id: str) -> None:
-        """process_id: tells this process from others of its name."""
+    def __init__(self, process_id: str, spans: Spans | None = None) -> None:
+        """process_id: tells this process from others of its name. spans: takes the process's."""
+        self._spans = spans or Spans()
         self._process_id = process_id
         self._runs: dict[str, RunTimings] = {}
         self._number = 0
@@ -96,7 +102,7 @@ class Timings:
 
     def of(self, run_id: str) -> RunTimings:
         """Return the durations of a run, for whoever measures."""
-        found = self._runs.pop(run_id, None) or RunTimings()
+        found = self._runs.pop(run_id, None) or RunTimings(self._spans)
         while len(self._runs) >= RUN_COUNT_MAX:
             self._runs.pop(next(iter(self._runs)))
         self._runs[run_id] = found

@@ -1,0 +1,202 @@
+"""Sends a process's spans to an OpenTelemetry collector: OTLP over HTTP, by a thread of its own.
+
+- Off unless an endpoint is named. Then alone OpenTelemetry's packages (`rollfab[otel]`) are imported.
+- `take` appends to a bounded queue, and that is all that a role pays beside the thread. A collector that is slow or
+  away costs spans, never time or memory: what does not fit is dropped and counted. It is said once, and at the end how
+  many.
+- OpenTelemetry's own variables hold for the rest: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT, _COMPRESSION,
+  OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_SDK_DISABLED, and OTEL_TRACES_SAMPLER_ARG for the part of the
+  groups that is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from typing import Any
+
+from ..contract.clock import wall_offset_ns
+from ..contract.errors import ConfigError
+from ..contract.ids import new_trace_id
+from .names import ROLE, SCHEMA_URL, SPANS, WORKER, attributes_of, title_of
+from .spans import Place, Spans, TraceSpan
+
+log = logging.getLogger(__name__)
+
+COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"  # the environment variable of its address
+QUEUE_COUNT_MAX = 8192  # spans that wait: some 10 MB
+BATCH_COUNT_MAX = 512
+PAUSE_S = 1.0  # between two batches; what a killed process loses
+CLOSE_S = 1.0  # for the last spans, as a process ends
+NEEDED = "pip install 'rollfab[otel]'"
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # the logger of its failures
+
+
+def open_spans(endpoint: str, role: str, worker_id: str) -> Spans:
+    """Begin to send spans to a collector's address; "": there is none, and nothing is made or imported.
+
+    What cannot be is no error, as the variables may be meant for other programs: a warning says so.
+    """
+    is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if not endpoint or is_off or os.environ.get("OTEL_TRACES_EXPORTER") == "none":
+        return Spans()
+    try:
+        fraction = _fraction(os.environ.get("OTEL_TRACES_SAMPLER_ARG") or "1")
+        exporter = _exporter(endpoint)
+    except (ConfigError, ImportError) as error:
+        advice = f": {NEEDED}" if isinstance(error, ImportError) else ""
+        log.warning("no traces are sent to the collector %.200r: %s%s", endpoint, error, advice)
+        return Spans()
+    return ExportedSpans(exporter, endpoint, {WORKER: worker_id, ROLE: role}, fraction)
+
+
+def _fraction(text: str) -> float:
+    """Read the part of groups to trace. Raises ConfigError: it is none."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (fraction := float(text)) <= 1:
+            return fraction
+    raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG is {text!r:.40}; give the part of groups to trace, from 0 to 1")
+
+
+def _exporter(endpoint: str) -> Any:
+    """Make OpenTelemetry's exporter. Raises ImportError; ConfigError: the address is none of http."""
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"it is no http address; give --otlp http://HOST:4318, or set {COLLECTOR} to it")
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    given = bool(os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))  # the whole address, which comes before ours
+    return OTLPSpanExporter(endpoint=None if given else f"{endpoint.rstrip('/')}/v1/traces")
+
+
+class ExportedSpans(Spans):
+    """Spans on their way to a collector. `sent_count` and `dropped_count` tell of those that are not any more."""
+
+    is_on = True
+
+    def __init__(self, exporter: Any, endpoint: str, process: dict[str, str], fraction: float = 1.0) -> None:
+        """exporter: has OpenTelemetry's `export(spans)` and `shutdown()`. process: attributes of all spans."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        self.sent_count = self.dropped_count = 0
+        self._sent = SpanExportResult.SUCCESS
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._bound = round(fraction * (1 << 64))
+        self._make = _Maker(process)
+        self._waiting: deque[TraceSpan] = deque()
+        self._is_closed = threading.Event()
+        self._has_warned = False
+        self._quiet = _Quiet()
+        logging.getLogger(EXPORTER).addFilter(self._quiet)
+        self._thread = threading.Thread(target=self._run, name="rollfab-traces", daemon=True)
+        self._thread.start()
+
+    def root(self) -> Place | None:
+        """Begin a trace; None: its group is none of those that are traced."""
+        trace_id = new_trace_id()
+        return Place(trace_id, trace_id[:16]) if int(trace_id[16:], 16) < self._bound else None
+
+    def take(self, span: TraceSpan) -> None:
+        """Keep a span to be sent, or count it as dropped."""
+        if len(self._waiting) < QUEUE_COUNT_MAX:
+            self._waiting.append(span)
+        else:
+            self.dropped_count += 1
+
+    def close(self) -> None:
+        """Send what waits, for CLOSE_S at most; say how much was dropped."""
+        self._is_closed.set()
+        self._thread.join(CLOSE_S)
+        self._exporter.shutdown()
+        self._thread.join(CLOSE_S)
+        logging.getLogger(EXPORTER).removeFilter(self._quiet)
+        self.dropped_count += len(self._waiting)
+        if self.dropped_count:
+            text = "traces: %d spans reached %s, %d were dropped"
+            log.warning(text, self.sent_count, self._endpoint, self.dropped_count)
+
+    def _run(self) -> None:
+        self._quiet.thread_id = threading.get_ident()
+        while not self._is_closed.wait(PAUSE_S):
+            self._send()
+        self._send()
+
+    def _send(self) -> None:
+        """Send what waits now, in batches; after a failure the rest waits for the next time."""
+        for _ in range(-(-len(self._waiting) // BATCH_COUNT_MAX)):
+            batch = [self._waiting.popleft() for _ in range(min(BATCH_COUNT_MAX, len(self._waiting)))]
+            try:
+                is_sent = self._exporter.export(self._make.spans(batch)) is self._sent
+            except Exception as error:  # noqa: BLE001 - a library's: it costs these spans, and nothing else
+                is_sent, self._quiet.reason = False, repr(error)
+            if is_sent:
+                self.sent_count += len(batch)
+                continue
+            self.dropped_count += len(batch)
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "the collector at %s takes no traces, which are dropped (said once): %s. Start it, or name another "
+                    "one by --otlp or OTEL_EXPORTER_OTLP_ENDPOINT; work goes on without it",
+                    self._endpoint,
+                    self._quiet.reason or "no answer",
+                )
+            return
+
+
+class _Quiet(logging.Filter):
+    """Keeps what the exporter logs in our thread as the reason of a failure; it would log every retry."""
+
+    thread_id: int | None = None
+    reason = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.thread != self.thread_id:
+            return True
+        self.reason = record.getMessage()[:300]
+        return False
+
+
+class _Maker:
+    """Makes OpenTelemetry's spans of ours."""
+
+    def __init__(self, process: dict[str, str]) -> None:
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        name = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "rollfab"}
+        self._trace = trace
+        self._span = ReadableSpan
+        self._resource = Resource.create({**name, **process})
+        self._scope = InstrumentationScope("rollfab", schema_url=SCHEMA_URL)
+        self._kinds = {kind.name.lower(): kind for kind in trace.SpanKind}
+        self._ok, self._error = trace.Status(), trace.Status(trace.StatusCode.ERROR)
+
+    def spans(self, found: list[TraceSpan]) -> list[Any]:
+        """Make spans whose times are of the wall clock as it is now."""
+        offset_ns = wall_offset_ns()
+        return [
+            self._span(
+                title_of(each),
+                self._at(each.place),
+                None if each.parent is None else self._at(each.parent),
+                attributes=attributes_of(each),
+                links=[self._trace.Link(self._at(link)) for link in each.links],
+                kind=self._kinds[SPANS[each.what].kind],
+                status=self._error if each.error else self._ok,
+                start_time=offset_ns + int(each.begun_s * 1e9),
+                end_time=offset_ns + int(each.ended_s * 1e9),
+                resource=self._resource,
+                instrumentation_scope=self._scope,
+            )
+            for each in found
+        ]
+
+    def _at(self, place: Place) -> Any:
+        flags = self._trace.TraceFlags(self._trace.TraceFlags.SAMPLED)
+        return self._trace.SpanContext(int(place.trace_id, 16), int(place.span_id, 16), False, flags)
