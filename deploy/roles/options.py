@@ -67,12 +67,6 @@ class RoleOptions:
         is_secret=True,
     )
     name: str | None = option(None, "Worker id. Default: made from role, host and process.")
-    otlp: str = option(
-        "",
-        "Send OpenTelemetry traces to this collector, over HTTP: http://HOST:4318. Needs rollfab\\[otel].",
-        variables=(COLLECTOR,),
-        metavar="URL",
-    )
 
     def worker_id(self, role: str) -> str:
         """Return the name that this process goes by on the broker.
@@ -89,6 +83,18 @@ class RoleOptions:
             ConfigError: the text says what to type instead.
         """
         self.worker_id("role")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedOptions(RoleOptions):
+    """Options of a role that measures what traces are made of."""
+
+    otlp: str = option(
+        "",
+        "Send OpenTelemetry traces to this collector, over HTTP: http://HOST:4318. Needs rollfab\\[otel].",
+        variables=(COLLECTOR,),
+        metavar="URL",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +133,7 @@ class ForeignOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentOptions(RoleOptions):
+class AgentOptions(TracedOptions):
     """Options of an agent."""
 
     environment_count: int = option(256, "Environments at once.", key="count", least=1)
@@ -152,7 +158,7 @@ class AgentOptions(RoleOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardOptions(RoleOptions):
+class RewardOptions(TracedOptions):
     """Options of a reward worker."""
 
     timeout_s: float = option(20.0, "Seconds one reward may take.", key="timeout", check=TIMEOUT)
@@ -161,7 +167,7 @@ class RewardOptions(RoleOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerOptions(RoleOptions):
+class WorkerOptions(TracedOptions):
     """Options of a rollout worker."""
 
     role: str = option("dedicated", "dedicated or serving.", choices=ROLES)
@@ -186,7 +192,7 @@ class WorkerOptions(RoleOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApiOptions(RoleOptions):
+class ApiOptions(TracedOptions):
     """Options of the api."""
 
     host: str = option("127.0.0.1", "Address to listen on; anything but loopback needs keys.")
@@ -245,7 +251,7 @@ class ApiOptions(RoleOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayOptions(RoleOptions):
+class GatewayOptions(TracedOptions):
     """Options of a gateway."""
 
     host: str = option("127.0.0.1", "Address to listen on.")

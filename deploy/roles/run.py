@@ -42,6 +42,7 @@ from .options import (
     GatewayOptions,
     RewardOptions,
     RoleOptions,
+    TracedOptions,
     WorkerOptions,
 )
 
@@ -501,7 +502,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
 
 
 @contextlib.contextmanager
-def _spans(options: RoleOptions, role: str, worker_id: str) -> Iterator[Spans]:
+def _spans(options: TracedOptions, role: str, worker_id: str) -> Iterator[Spans]:
     """Send the spans of this process, while the block runs, to the collector that is named, if any."""
     spans = open_spans(options.otlp, role, worker_id)
     try:
