@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,31 @@ class Console(rich.console.Console):
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render as the library does, with every text made printable."""
-        for segment in super().render(renderable, options):
+        """Render as the library does, with every text made printable; no blanks end a line of a file or a pipe."""
+        segments = super().render(renderable, options)
+        for segment in segments if self.is_terminal else _without_blank_ends(segments):
             is_plain = segment.control or not HARMFUL.search(segment.text)
             yield segment if is_plain else Segment(printable(segment.text), segment.style)
+
+
+def _without_blank_ends(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Leave out the blanks before the end of each line: tables are padded to the width, which is large in a pipe."""
+    blanks: list[Segment] = []
+    for segment in segments:
+        if segment.control:
+            yield segment
+            continue
+        for index, part in enumerate(segment.text.split("\n")):
+            if index:
+                blanks = []
+                yield Segment.line()
+            text = part.rstrip(" ")
+            if text:
+                yield from blanks
+                blanks = []
+                yield Segment(text, segment.style)
+            if text != part:
+                blanks.append(Segment(part[len(text) :], segment.style))
 
 
 def show(text: str, *, flush: bool = False) -> None:

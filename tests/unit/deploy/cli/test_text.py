@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -130,3 +132,12 @@ def test_what_is_printed_moves_no_cursor_and_json_says_the_same(capsys: pytest.C
     assert shown.count("a\\x1b[2Jb\\x9b\\u202ec") == 2  # a cell is cut to the width of what it would have been
     assert "│ a\\x1b[" in shown
     assert json.loads(shown.splitlines()[-1]) == {"name": text}
+
+
+def test_no_blanks_end_a_line_of_a_pipe() -> None:
+    table = Table("name", "what", box=None)
+    table.add_row("a", "b c")
+    table.add_row("", "")
+    out = io.StringIO()
+    Console(file=out).print(Group(Padding(table, (0, 0, 0, 2)), "  kept   apart  "))
+    assert out.getvalue().splitlines() == ["   name  what", "   a     b c", "", "  kept   apart"]
