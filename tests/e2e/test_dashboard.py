@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 from redis import Redis
@@ -18,7 +15,7 @@ from rollfab.fabric.queue import keys
 from rollfab.trainer.agreement import FLOAT32
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.publish.publisher import Publisher
-from tests.e2e.chromium import Browser, open_browser
+from tests.e2e.chromium import Browser
 from tests.support.processes.api_server import RUN, ApiWorld, running_api
 from tests.support.records import new_rollout
 
@@ -26,25 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]  # a browser's first st
 
 CARD = "[data-run=r1]"
 WORKER = "[data-worker=serving-1]"
-
-
-@pytest.fixture(scope="module")
-def broker_url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
-@pytest.fixture
-async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
-    async with open_browser(tmp_path) as found:
-        yield found
-
-
-@pytest.fixture
-async def api(broker_url: str) -> AsyncIterator[ApiWorld]:
-    async with running_api(broker_url) as world:
-        await world.beat("controller-1", "controller")
-        yield world
 
 
 async def test_the_page_shows_what_happens_while_it_is_open(api: ApiWorld, browser: Browser) -> None:

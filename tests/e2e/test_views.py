@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from rollfab.api.access.keys import new_key
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.lease_plan import RunSample, Sample, ServingSample
 from rollfab.fabric.contract.records import Node, Rollout, Span
 from rollfab.fabric.contract.sharing import LendSetting, SharingReport
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.trainer.publish.publisher import Publisher
-from tests.e2e.chromium import Browser, Page, open_browser
+from tests.e2e.chromium import Browser, Page
 from tests.e2e.page_checks import look
 from tests.support.processes.api_server import RUN, ApiWorld, running_api
 from tests.support.records import rollout_of
@@ -46,25 +45,6 @@ window.longest = 0;
 const note = (list) => list.getEntries().forEach((each) => (window.longest = Math.max(window.longest, each.duration)));
 new PerformanceObserver(note).observe({ entryTypes: ['longtask'] });
 """
-
-
-@pytest.fixture(scope="module")
-def broker_url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
-@pytest.fixture
-async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
-    async with open_browser(tmp_path) as found:
-        yield found
-
-
-@pytest.fixture
-async def api(broker_url: str) -> AsyncIterator[ApiWorld]:
-    async with running_api(broker_url) as world:
-        await world.beat("controller-1", "controller")
-        yield world
 
 
 @pytest.fixture
