@@ -2,6 +2,7 @@
 
 const KEY = "rollfab.key";
 const TIMEOUT_MS = 6000;
+const NO_KEY = /[^!-~]/; // as api/access/keys.py has it; a browser sends no header with such a sign
 
 /** Where the page lives, behind whatever prefix a proxy gives it: this file's folder's parent. */
 export const ROOT = new URL("../", import.meta.url);
@@ -36,6 +37,7 @@ export function at(parts, wishes = {}) {
 
 async function send(path, options) {
   const key = sessionStorage.getItem(KEY);
+  if (key && NO_KEY.test(key)) throw new ApiError(401, "this key is not known here: it is cut, or more than a key");
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
   try {
     return await fetch(new URL(path, ROOT), { ...options, headers, cache: "no-store" });

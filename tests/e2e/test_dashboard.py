@@ -330,9 +330,10 @@ async def test_a_key_in_the_address_opens_the_page_and_leaves_the_address_bar(
         assert page.complaints() == []
 
 
-async def test_an_address_with_a_key_that_is_none_says_so(broker_url: str, browser: Browser) -> None:
+@pytest.mark.parametrize("key", ["rfk_" + "a" * 43, "…", "rfk_a b"], ids=["unknown", "cut", "two words"])
+async def test_an_address_with_a_key_that_is_none_says_so(broker_url: str, browser: Browser, key: str) -> None:
     async with running_api(broker_url, control_keys=(new_key(),)) as api:
-        page = await browser.open(f"{api.url}#key={new_key()}")
+        page = await browser.open(f"{api.url}#key={key}")
         await page.wait_text("#banner", "this key is not known here")
         await page.wait_text("#key-button", "Key")
         assert await page.evaluate("location.href") == api.url

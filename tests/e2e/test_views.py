@@ -203,6 +203,36 @@ async def test_a_run_shows_what_holds_it_up_and_its_groups_and_leads_to_a_trajec
     assert page.complaints() == []
 
 
+STALENESS = "document.querySelector('[aria-label^=Staleness]')?.getAttribute('aria-label') ?? ''"
+FIRST_SEEN = f"""
+window.seen = null;
+const note = () => {{
+  if (!window.seen && document.querySelector("[data-f=head_version]")?.textContent === "9") window.seen = {STALENESS};
+}};
+new MutationObserver(note).observe(document.body, {{ subtree: true, childList: true, characterData: true }});
+"""
+
+
+async def test_staleness_is_told_of_the_head_that_was_when_it_was_read(api: ApiWorld, browser: Browser) -> None:
+    # Given a group that waits for its trainer, one version behind the head
+    publisher = Publisher(api.fabric.weights, "r1")
+    await publisher.publish({"w": np.zeros(400, np.float32)}.items(), 4)
+    await api.push_group("g1", 1)
+    (claim,) = await api.claim(1)
+    assert await api.fabric.trajectories(RUN).settle(claim, played(rollout_of(claim.job, 1.0)), is_scored=True)
+    page = await browser.open(f"{api.url}runs/r1")
+    await page.wait_text("[data-f=head_version]", "4")
+    await page.evaluate(f"new Promise((done) => setInterval(() => ({STALENESS}) && done(true), 20))")
+    told = await page.evaluate(STALENESS)
+    # When the head moves on, and the page has not read anew what waits
+    await page.evaluate(FIRST_SEEN)
+    await publisher.publish({"w": np.ones(400, np.float32)}.items(), 9)
+    await page.wait_text("[data-f=head_version]", "9")
+    # Then it does not call that stale by a head that nobody compared it with
+    assert told.endswith(": 1") and await page.evaluate("window.seen") == told
+    assert page.complaints() == []
+
+
 async def test_a_trajectory_is_told_as_text_tokens_times_and_raw(api: ApiWorld, browser: Browser) -> None:
     await furnish(api)
     page = await browser.open(f"{api.url}runs/r1/trajectories/g1.0")

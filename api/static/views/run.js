@@ -26,11 +26,13 @@ export function run(page, runId) {
     (answer) => answer.groups,
     OPEN_MS,
   );
+  let headVersion = null; // as of the last status
   const kept = new Reading(async () => {
+    const head = headVersion; // of now: beside a later one, what is read here would look stale, and may have ended
     const found = await Promise.all(
       ["open", "waiting", "finished"].map((state) => list("trajectories", state, state === "open" ? 50 : 12)(null)),
     );
-    return found.flatMap((answer) => answer.trajectories);
+    return { head: head ?? headVersion, rows: found.flatMap((answer) => answer.trajectories) };
   }, REST_MS);
   const history = historyReading(page);
   groups.reading.isByWish = true;
@@ -43,6 +45,7 @@ export function run(page, runId) {
     draw(status) {
       const found = status.runs.find((each) => each.run_id === runId);
       if (!found) return missing(runId, whole);
+      headVersion = found.head_version;
       const curve = whole.value?.reward_curve ?? found.reward_curve;
       return [
         h(
@@ -64,7 +67,7 @@ export function run(page, runId) {
           "section",
           { "aria-labelledby": "h-learns" },
           head("h-learns", "What it learns", curve.length ? `${counted(curve.length, "point")} by policy version` : ""),
-          h("div.plots", null, plots.learning(curve), distributions(kept, found.head_version)),
+          h("div.plots", null, plots.learning(curve), distributions(kept)),
         ),
         stragglers(page, runId, open, found),
         groupList(page, runId, groups, groupState()),
@@ -154,13 +157,12 @@ class Plots {
   }
 }
 
-function distributions(kept, headVersion) {
-  const ended = (kept.value ?? []).filter((row) => ["completed", "finished"].includes(row.state));
+function distributions(kept) {
+  const { head, rows } = kept.value ?? { head: null, rows: [] };
+  const ended = rows.filter((row) => ["completed", "finished"].includes(row.state));
   const nothing = kept.error?.message ?? "No trajectory has ended yet.";
-  const behind = (kept.value ?? []).filter((row) => row.ended_ms === null);
-  const lags = behind
-    .filter((row) => row.policy_version !== null)
-    .map((row) => Math.max(0, headVersion - row.policy_version));
+  const behind = rows.filter((row) => row.ended_ms === null && row.policy_version !== null && head !== null);
+  const lags = behind.map((row) => Math.max(0, head - row.policy_version));
   return [
     histogram(
       "Rewards of the newest trajectories",
