@@ -77,7 +77,7 @@ else
 endif
 
 test-fast: $(VENV)/.dev ## unit and contract tests with few random examples, and a handful of simulated runs
-	$(PYTEST) tests/unit tests/contracts tests/sim -m "not slow" --hypothesis-profile few $(ARGS)
+	$(PYTEST) tests/unit tests/contracts tests/house tests/sim -m "not slow" --hypothesis-profile few $(ARGS)
 
 sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim SEEDS=1000
 	@$(BIN)/python -m tests.sim $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)

@@ -33,7 +33,7 @@ import pytest
 
 from tests.support.mutants import ROOMS, ROOT, Mutant, drawn, sources
 
-TESTS = ("tests/unit", "tests/contracts")
+TESTS = ("tests/unit", "tests/contracts", "tests/house")
 CACHE = Path.home() / ".cache" / "rollfab" / "mutation"
 TESTS_S_MAX = 60.0  # of the tests that look for one break, the quickest first
 PYTEST = [*"-m pytest -q -p no:xdist -p no:cacheprovider -o timeout=120 --hypothesis-seed=0 -m".split(), "not slow"]

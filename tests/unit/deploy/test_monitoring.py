@@ -19,7 +19,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from rollfab.api.metrics.answer import StatusCollector
 from rollfab.api.schemas.answers import Readiness, Status
 from rollfab.fabric.rules.serving.tax import sharing_totals
-from tests.contracts.test_deploy import check_words
+from tests.house.test_deploy import check_words
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "monitoring"
