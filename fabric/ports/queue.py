@@ -15,6 +15,7 @@ from shlex import quote
 from typing import Any, Literal, Protocol
 
 from ..contract.agreement import Agreement
+from ..contract.fields import WHOLE_MAX
 from ..contract.ids import NAME
 from ..contract.images import Image
 from ..contract.lease_plan import LeaseChange, LeasePlan, Sample
@@ -95,13 +96,16 @@ class TurnPush:
     """An agent asks for a turn of a trajectory that it holds. turn_count_max: see its claim.
 
     images: the files of all images in the job, by digest. The broker gets those that it lacks, and keeps them until the
-    trajectory ends.
+    trajectory ends. home: the worker whose cache may hold the context: the turn waits for it a while (rules/queue/
+    placement.py), if no weights came since home_version; empty: anybody is as good.
     """
 
     trajectory_id: str
     fence: int
     job: TurnJob
     turn_count_max: int = TURN_COUNT_MAX
+    home: str = ""
+    home_version: int = WHOLE_MAX
     images: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -127,6 +131,7 @@ class Exchange:
 
     claims: new turns. lost: ids whose claim is gone (abort them). refused: ids whose settling was stale. unsettled: to
     be handed in again. has_lease: False: the broker knows no such lease. behind: head, for weights too old to claim.
+    next_ms: in which a turn that waits for its home may be taken here; None: none is known.
     """
 
     claims: list[TurnClaim] = field(default_factory=list)
@@ -135,6 +140,7 @@ class Exchange:
     unsettled: set[str] = field(default_factory=set)
     has_lease: bool = True
     behind: int | None = None
+    next_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,11 +380,12 @@ class TurnQueue(Protocol):
         lease_epoch: int = 0,
         active_version: int = -1,
         takes_suspect: bool = True,
+        us_per_token: int = 0,
     ) -> Exchange:
         """Hand in what finished, keep what runs, take what is ready: one round trip.
 
         takes_suspect: whether one of those taken may be a suspect (rules/queue/retries.py); a worker holds one at a
-        time.
+        time. us_per_token: what this worker pays for a token of a prompt (rules/queue/placement.py).
         """
         ...
 
@@ -390,7 +397,9 @@ class TurnQueue(Protocol):
         ...
 
     async def reap(self, worker_id: str) -> Reaped: ...
-    async def wait(self, timeout_s: float) -> None: ...
+    async def wait(self, worker_id: str, timeout_s: float) -> None:
+        """Return when a turn may be waiting for this worker or for anybody, or after `timeout_s`."""
+        ...
 
 
 class RolloutStream(Protocol):

@@ -53,7 +53,7 @@ STATUS_KEYS = (
     "{rf}:runs {rf}:deleted:* {rf}:workers {rf}:heartbeats {rf}:assignments {rf}:lends {rf}:sharing {rf}:plan "
     "{rf}:clock {run}:run {run}:clock {run}:counters {run}:rewards {run}:leases {run}:completed {run}:consumers "
     "{run}:dead {run}:trajectory:ready:* {run}:trajectory:held {run}:trajectory:deadline {run}:trajectory:suspects "
-    "{run}:turn:suspects {run}:turn:ready:* {run}:turn:held"
+    "{run}:turn:suspects {run}:turn:ready:* {run}:turn:homed_at {run}:turn:held"
 )
 TRAJECTORY_KEYS = (
     "{run}:begun {run}:group:* {run}:rollouts:* {run}:kept {run}:kept:row:* {run}:kept:rollouts:* {run}:trajectory:* "

@@ -81,6 +81,10 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    snapshot (JSON). Deleted when the job ends.
   rf:{run.s}:turn:agent     HASH   turn_id → agent_id that waits for it. Deleted when its trajectory ends.
   rf:{run.s}:turn:result    HASH   turn_id → TurnResult, for recovery. Deleted when its trajectory ends.
+  rf:{run.s}:turn:homed     ZSET   "home class since tokens turn_id", all at 0: turns that wait for the worker that made
+                                   the turn before, by its name (rules/queue/placement.py). Member deleted by claim.
+  rf:{run.s}:turn:homed_at  ZSET   the same members → since when they wait. Member deleted by claim.
+  rf:{run.s}:turn:bell:<worker>  LIST one ring at most: a turn waits for this worker. TTL BELL_TTL_MS.
   rf:{run.s}:turn:image     HASH   "trajectory_id/digest" → an image that its turns show, as a file; trajectory_id →
                                    their digests, a blank before each. Deleted when the trajectory ends.
   rf:{run.s}:inbox:<agent>  STREAM id, result: settled turns for one agent. Entries deleted by it; TTL INBOX_TTL_MS.
@@ -218,6 +222,8 @@ class ShardKeys:
         self.turn_agent = f"{self.base}:turn:agent"
         self.turn_result = f"{self.base}:turn:result"
         self.turn_image = f"{self.base}:turn:image"
+        self.turn_homed = f"{self.base}:turn:homed"
+        self.turn_homed_at = f"{self.base}:turn:homed_at"
 
     def _jobs(self, kind: str) -> JobKeys:
         ready = tuple(f"{self.base}:{kind}:ready:{urgency}" for urgency in range(URGENCY_COUNT))
@@ -236,6 +242,9 @@ class ShardKeys:
 
     def told(self, worker_id: str) -> str:
         return f"{self.base}:told:{worker_id}"
+
+    def turn_bell(self, worker_id: str) -> str:
+        return f"{self.base}:turn:bell:{worker_id}"
 
     def inbox(self, agent_id: str) -> str:
         return f"{self.base}:inbox:{agent_id}"

@@ -32,6 +32,7 @@ def queue_status(pipeline: Any, keys: ShardKeys, *, has_rewards: bool = False) -
     pipeline.hgetall(keys.counters)
     for stream in (keys.completed, *keys.trajectory.ready, *keys.turn.ready):
         pipeline.xlen(stream)
+    pipeline.zcard(keys.turn_homed_at)
     for jobs in (keys.trajectory, keys.turn):
         pipeline.llen(jobs.suspects)
     pipeline.hgetall(keys.trajectory.held)
@@ -78,7 +79,7 @@ def _asked(keys: ShardKeys) -> tuple[list[str], list[Any]]:
     """List the tables that queue_status asks, in its order, and the answer of each when it is empty."""
     tables: dict[str, Any] = {keys.run: [None] * 4, keys.counters: {}, keys.completed: 0}
     tables |= dict.fromkeys((*keys.trajectory.ready, *keys.turn.ready), 0)
-    tables |= dict.fromkeys((keys.trajectory.suspects, keys.turn.suspects), 0)
+    tables |= dict.fromkeys((keys.turn_homed_at, keys.trajectory.suspects, keys.turn.suspects), 0)
     tables |= {
         keys.trajectory.held: {},
         keys.turn.held: {},

@@ -54,6 +54,7 @@ RECORD_LENGTH_MAX = 400
 CLOCK = re.compile(rb"(?=.{1,31}\Z)\d+ \d+")
 LEADER = re.compile(rb"[^\s/]+/?\S* \d+ \d+")
 DIGESTS = re.compile(rb"( [0-9a-f]{32})+")
+HOMED = re.compile(rb"\S+ [123] \d+ \d+ \S+")
 OPEN = re.compile(rb"[012] -?\d+ \d+")
 SUMS_OF_GROUP = frozenset((b"size", b"quorum", b"priority", b"completed", b"failed", b"cancelled", b"bytes", b"ended"))
 SUMS_OF_RUN = frozenset((b"head_version", b"staleness", b"depth", b"depth_max", b"bytes", b"bytes_max", b"kept_bytes"))
@@ -104,6 +105,11 @@ def _finite(run: str, name: bytes, score: float) -> None:
 
 def _job_time(run: str, name: bytes, score: float) -> None:
     _require(is_job_name(name), "it is no job's name")
+    _finite(run, name, score)
+
+
+def _homed(run: str, name: bytes, score: float) -> None:
+    _require(HOMED.fullmatch(name), f"{name[:40]!r} is no turn that waits for its home")
     _finite(run, name, score)
 
 
@@ -236,6 +242,9 @@ SHARD: Tables = {
     "turn:agent": ("hash", _text),
     "turn:result": ("hash", lambda run, name, raw: TurnResult.decode(raw)),
     "turn:image": ("hash", _image),
+    "turn:homed": ("zset", _homed),
+    "turn:homed_at": ("zset", _homed),
+    "turn:bell:*": ("list", None),
     "inbox:*": ("stream", _result),
 }
 for _kind in ("trajectory", "turn"):

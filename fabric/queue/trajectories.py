@@ -65,10 +65,10 @@ class RedisTrajectoryQueue:
                 break
             may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in claims))
             args: list[Any] = [worker_id, want - len(claims), self._claim_ms, "-", 0, may_be, int(is_inside)]
-            args.append(SUSPECT_LOSS_COUNT)
+            args += [SUSPECT_LOSS_COUNT, 0]
             with first_error, translate():
                 answer = await self._scripts.call("claim", [keys, keys.trajectory], args)
-                for row in answer[2:]:
+                for row in answer[3:]:
                     claim = await self._claim(worker_id, keys, row, wall_ms=answer[1])
                     claims += [claim] if claim is not None else []
         if not claims:

@@ -25,7 +25,7 @@ from ..contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Sampling, TokenLo
 from ..ports.queue import Exchange, NotPushed, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
 from .images import ImageTable, digests_in
-from .keys import INBOX_TTL_MS, RunShards, ShardKeys
+from .keys import BELL_TTL_MS, INBOX_TTL_MS, RunShards, ShardKeys
 from .rows import is_job_name, shown_name, turn_row, waited_s
 from .scripts import Call, Scripts
 
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 CLAIM_MS = 2_000  # the stall timeout: a worker that says nothing for this long has lost its turns
 REAP_COUNT = 256  # per call: bounds the time a script holds the broker
+WAIT_MS_MAX = 10_000  # after which a worker looks again in any case
 RESULT_COUNT = 512  # results taken from an inbox at once
 NOT_PUSHED: dict[int, NotPushed] = {0: "lost", -1: "over"}  # by the script's answer
 LACKS_IMAGES = -2
@@ -71,12 +72,14 @@ class RedisTurnQueue:
         return [answers[_name(push)] for push in pushes]
 
     async def _push(self, agent_id: str, keys: ShardKeys, pushes: Sequence[TurnPush]) -> list[int]:
-        args: list[Any] = [agent_id]
+        args: list[Any] = [agent_id, BELL_TTL_MS]
+        bells: dict[str, int] = {}  # of homes → their places among the keys
         for push in pushes:
             job = push.job
             args += [push.trajectory_id, push.fence, job.turn_id, push.turn_count_max, job.encode()]
-            args.append(" ".join(digests_in(job)))
-        codes: list[int] = await self._scripts.call("push_turns", [keys, keys.inbox(agent_id)], args)
+            bell = bells.setdefault(keys.turn_bell(push.home), len(bells) + 1) if push.home else 0
+            args += [" ".join(digests_in(job)), push.home or "-", push.home_version, bell, len(job.prompt_ids)]
+        codes: list[int] = await self._scripts.call("push_turns", [keys, keys.inbox(agent_id), *bells], args)
         return codes
 
     async def cancel(self, agent_id: str, pushes: Sequence[TurnPush]) -> None:
@@ -136,6 +139,7 @@ class RedisTurnQueue:
         lease_epoch: int = 0,
         active_version: int = -1,
         takes_suspect: bool = True,
+        us_per_token: int = 0,
     ) -> Exchange:
         outcome, first_error = Exchange(unsettled={row.claim.job.turn_id for row in settles}), FirstError()
         settling = self._by_shard((row.claim.job.turn_id, row) for row in settles)
@@ -150,7 +154,7 @@ class RedisTurnQueue:
             if want_here > 0:
                 may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in outcome.claims))
                 terms: list[Argument] = [worker_id, want_here, self._claim_ms, lease_epoch, active_version, may_be, 1]
-                calls["claim"] = "claim", [keys, keys.turn], [*terms, SUSPECT_LOSS_COUNT]
+                calls["claim"] = "claim", [keys, keys.turn], [*terms, SUSPECT_LOSS_COUNT, us_per_token]
             with first_error, translate():
                 answers = await self._scripts.call_many(list(calls.values())) if calls else []
                 answer_of = dict(zip(calls, answers, strict=True))
@@ -191,7 +195,9 @@ class RedisTurnQueue:
         elif code == -1:
             outcome.behind = int(rows[0])
         else:
-            wall_ms, *rows = rows
+            wall_ms, next_ms, *rows = rows
+            if next_ms >= 0:
+                outcome.next_ms = min(next_ms, WAIT_MS_MAX if outcome.next_ms is None else outcome.next_ms)
             for row in rows:
                 try:
                     claim = _claim(row, wall_ms)
@@ -262,8 +268,9 @@ class RedisTurnQueue:
                 answer = await self._scripts.call(*self._settle_call(worker_id, keys, lost))
             await self._read_settles(worker_id, keys, lost, answer)
 
-    async def wait(self, timeout_s: float) -> None:
-        parts = self._scripts.apart([keys.turn.bell for keys in self._shards.all])
+    async def wait(self, worker_id: str, timeout_s: float) -> None:
+        own = [keys.turn_bell(worker_id) for keys in self._shards.all]
+        parts = self._scripts.apart([*own, *(keys.turn.bell for keys in self._shards.all)])
         with translate():
             await first_found([self._client.blpop(part, timeout=timeout_s) for part in parts])
 

@@ -61,6 +61,8 @@ SHARD_TABLES = {
     "turn:agent": HASH,
     "turn:result": HASH,
     "turn:image": HASH,
+    "turn:homed": ZSET,
+    "turn:homed_at": ZSET,
     "inbox:*": STREAM,
 }
 FABRIC_TABLES = {"workers": HASH, "heartbeats": ZSET, "assignments": HASH, "sharing": HASH, "clock": STRING}

@@ -322,6 +322,23 @@ def zrangebyscore(space: Keyspace, words: Words) -> Any:
     return _with_scores(rows, words[3:])
 
 
+@command
+def zrangebylex(space: Keyspace, words: Words) -> Any:
+    key, least, most, *rest = words
+    members = sorted(space.get(key, SortedSet) or ())
+    found = [each for each in members if _is_above(each, least) and _is_below(each, most)]
+    first, count = map(whole, rest[1:]) if rest else (0, len(found))
+    return found[first : first + count]
+
+
+def _is_above(member: bytes, bound: bytes) -> bool:
+    return member >= bound[1:] if bound.startswith(b"[") else member > bound[1:]
+
+
+def _is_below(member: bytes, bound: bytes) -> bool:
+    return member <= bound[1:] if bound.startswith(b"[") else member < bound[1:]
+
+
 def _bound(word: bytes) -> tuple[float, bool]:
     return float(word.removeprefix(b"(")), word.startswith(b"(")
 

@@ -58,9 +58,10 @@ class _Tables:
 class JobTables(_Tables):
     """One kind of job on one shard."""
 
-    def __init__(self, broker: Broker, keys: JobKeys) -> None:
+    def __init__(self, broker: Broker, keys: JobKeys, *, homed: str = "", homed_at: str = "") -> None:
         super().__init__(broker)
         self._keys = keys
+        self._homed, self._homed_at = homed, homed_at
 
     @property
     def records(self) -> dict[str, Record]:
@@ -81,8 +82,13 @@ class JobTables(_Tables):
 
     @property
     def ready(self) -> list[str]:
-        """Jobs that wait, the most urgent first."""
-        return [fields[1].decode() for key in self._keys.ready for fields in self._entries(key)]
+        """Jobs that wait for anybody, the most urgent first, and then those that wait for their homes."""
+        return [fields[1].decode() for key in self._keys.ready for fields in self._entries(key)] + self.homed
+
+    @property
+    def homed(self) -> list[str]:
+        """Turns that wait for the worker that made the one before."""
+        return [member.split()[-1] for member in self._scores(self._homed)]
 
     def check_integrity(self) -> None:
         """Assert what holds between any two scripts: no job is lost, counted twice, or remembered after its end."""
@@ -91,6 +97,7 @@ class JobTables(_Tables):
             states.setdefault(record.state, set()).add(name)
         ready, claimed = states.get("ready", set()), states.get("claimed", set())
         waiting = {*self.ready, *(name.decode() for name in self._do("LRANGE", self._keys.suspects, 0, -1))}
+        assert self._scores(self._homed).keys() == self._scores(self._homed_at).keys(), "homed, and not since"
         assert ready <= waiting, f"ready, and in no queue: {ready - waiting}"
         watched = claimed | states.get("scoring", set())
         assert self.deadlines.keys() == watched, f"with a deadline or a claim alone: {self.deadlines.keys() ^ watched}"
@@ -113,6 +120,8 @@ class JobTables(_Tables):
         """These wait, and no others; that nobody knows them shows when they are claimed."""
         for key in self._keys.ready:
             self._broker.keys.make(key.encode(), Stream).trim(0)
+        for key in filter(None, (self._homed, self._homed_at)):
+            self._do("DEL", key)
         for name in waiting:
             self._do("XADD", self._keys.ready[0], "*", "id", name)
 
@@ -124,7 +133,7 @@ class RunTables(_Tables):
         super().__init__(broker)
         self.keys = ShardKeys(run_id, 0)
         self.trajectories = JobTables(broker, self.keys.trajectory)
-        self.turns = JobTables(broker, self.keys.turn)
+        self.turns = JobTables(broker, self.keys.turn, homed=self.keys.turn_homed, homed_at=self.keys.turn_homed_at)
 
     @property
     def head_version(self) -> int:

@@ -138,7 +138,7 @@ class Carriers:
         """Begin to ask for a carrier's next turn. The task is cancelled only where the carrier is over."""
         assert carrier.is_free
         carrier.asked_count += 1
-        carrier.asking = asyncio.create_task(caller.ask(carrier.claim, job))
+        carrier.asking = asyncio.create_task(caller.ask(carrier.claim, job, goes_home=bool(carrier.session)))
         carrier.asking.add_done_callback(lambda task: self._has_asked(carrier, task))
         return carrier.asking
 

@@ -59,6 +59,7 @@ from ...fabric.contract.sampling import GUIDED, check_sampling, sampling_from, t
 from ...fabric.contract.wire import dump_json, load_json
 from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import TrajectoryClaim, TrajectoryQueue, TurnPush, TurnQueue
+from ...fabric.rules.queue.placement import NO_HOME, Home, Homes
 from ...fabric.rules.queue.timings import RunTimings
 from ...fabric.tracing.spans import Place, place_of
 from ..engines.model_tokenizer import chat_of
@@ -133,15 +134,15 @@ class TurnCaller:
         *,
         ask_again_s: float,
         timings: RunTimings,
-        model: str = "",
+        run: RunConfig,
     ) -> None:
         """Make a caller; its owner must keep `push` and `receive` running as long as any episode asks.
 
-        model: of the run, for its spans.
+        run: whose turns they are, as it was set.
         """
+        self._run = run
         self.agent_id = agent_id
         self._timings = timings
-        self._model = model
         self._turns = turns
         self._trajectories = trajectories
         self._quarantine = quarantine
@@ -151,9 +152,14 @@ class TurnCaller:
         self._asked: list[_Call] = []
         self._cancelled: list[TurnPush] = []
         self._has_asked = asyncio.Event()
+        self._homes = Homes()
 
-    async def ask(self, claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes] = NO_FILES) -> TurnResult:
+    async def ask(
+        self, claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes] = NO_FILES, *, goes_home: bool = True
+    ) -> TurnResult:
         """Ask for a turn and wait for its result. files: of its images at least, by digest.
+
+        goes_home: whether its context goes on from the trajectory's last turn.
 
         Raises:
             ClaimLost: somebody else holds the trajectory.
@@ -162,7 +168,9 @@ class TurnCaller:
         trajectory = played_at(claim)
         if trajectory is not None:
             job = replace(job, traceparent=trajectory.child(job.turn_id).traceparent)
-        push, begun_s = _push(claim, job, files), asyncio.get_running_loop().time()
+        name, begun_s = claim.job.trajectory_id, asyncio.get_running_loop().time()
+        home = self._homes.leave(name)
+        push = _push(claim, job, files, home if goes_home else NO_HOME)
         if not self._waiting:
             self._hear()
         call = self._waiting[job.turn_id] = _Call(push, asyncio.get_running_loop().create_future())
@@ -180,9 +188,11 @@ class TurnCaller:
             raise _lost(claim)
         self._quarantine.clear(claim)
         ended_s = asyncio.get_running_loop().time()
-        self._timings.note("turn", ended_s - begun_s, claim.job.trajectory_id)
+        self._timings.note("turn", ended_s - begun_s, name)
         if trajectory is not None and self._timings.spans.is_on:
             self._trace(trajectory, push, result, begun_s, ended_s)
+        if result.spans:
+            self._homes.note(self._run, name, result.spans[-1])
         return result
 
     def _trace(self, trajectory: Place, push: TurnPush, result: TurnResult, begun_s: float, ended_s: float) -> None:
@@ -195,7 +205,7 @@ class TurnCaller:
             begun_s,
             ended_s,
             error=result.finish_reason if result.finish_reason in ("error", "refused") else "",
-            model=self._model,
+            model=self._run.model,
             trajectory_id=push.trajectory_id,
             turn_id=job.turn_id,
             input_tokens=len(job.prompt_ids),
@@ -223,7 +233,7 @@ class TurnCaller:
 
     def cancel(self, claim: TrajectoryClaim, job: TurnJob) -> None:
         """Give up a turn that was asked for; whoever waits gets a result that says so, unless it has come before."""
-        self._cancelled.append(_push(claim, job))
+        self._cancelled.append(_push(claim, job, NO_FILES, NO_HOME))
         self._has_asked.set()
 
     async def save(self, claim: TrajectoryClaim, snapshot: bytes) -> None:
@@ -275,12 +285,14 @@ def played_at(claim: TrajectoryClaim) -> Place | None:
     return None if submitted is None else submitted.child(claim.job.trajectory_id, claim.attempt)
 
 
-def _push(claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes] = NO_FILES) -> TurnPush:
+def _push(claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes], home: Home) -> TurnPush:
     return TurnPush(
         trajectory_id=claim.job.trajectory_id,
         fence=claim.fence,
         job=job,
         turn_count_max=claim.turn_count_max,
+        home=home.worker_id,
+        home_version=home.version,
         images={place.digest: files[place.digest] for place in job.images} if files else NO_FILES,
     )
 

@@ -110,6 +110,7 @@ class FleetInference:
             Quarantine(),
             ask_again_s=ASK_AGAIN_S,
             timings=self._timings.of(run.run_id),
+            run=run,
         )
         self._head = -1
         self._may_begin = asyncio.Event()

@@ -99,7 +99,7 @@ class RunAgent:
             parts.quarantine,
             ask_again_s=again_s,
             timings=self._timings,
-            model=run.model,
+            run=run,
         )
         self._helpers = Helpers(*(patiently(work, parts.clock) for work in (self._claim, caller.push, caller.receive)))
 

@@ -49,7 +49,7 @@ class Generation:
     versions: (start, end, policy_version) stretches that cover [0, T). finish_reason: "" while it runs, then
     stop, length, abort, error, or refused: as an error that no attempt mends. sides: what sampling asks to have
     recorded, of these tokens, and below 0 of those that were continued. first_token_s: from `generate` to the first of
-    them; None: not measured.
+    them; None: not measured. cached_token_count: of those that were continued, found in the prefix cache.
     """
 
     request_id: str
@@ -60,6 +60,7 @@ class Generation:
     error: str | None = None
     sides: tuple[Side, ...] = ()
     first_token_s: float | None = None
+    cached_token_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

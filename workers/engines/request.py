@@ -23,7 +23,8 @@ class Admission:
     input_ids: prompt and prior tokens, at least one; the last `prior_count` of them are prior. token_count_max: new
     tokens it may make, at least one. stop_ids: all that end it. matcher: looks for its stop texts; has taken the prior
     tokens, and `fed_count` new ones. cache_salt: as the request's. arrived_at_s: when it was handed over;
-    first_token_s: from there to its first token. asked: fields of sampling that are not at their defaults.
+    first_token_s: from there to its first token; cached_token_count: of input_ids, found in the prefix cache.
+    asked: fields of sampling that are not at their defaults.
     marks: which version began at which of its tokens; replaced as a whole, never changed in place, so that another
     thread may read it. told: what is recorded beside tokens; None: nothing is asked for.
     """
@@ -39,6 +40,7 @@ class Admission:
     cache_salt: str = ""
     arrived_at_s: float = 0.0
     first_token_s: float | None = None
+    cached_token_count: int = 0
     marks: Marks = field(default_factory=list)
     asked: frozenset[str] = frozenset()
     told: Told | None = None
@@ -87,6 +89,7 @@ class Admission:
             error=error,
             sides=() if self.told is None else self.told.sides(len(tokens)),
             first_token_s=self.first_token_s,
+            cached_token_count=self.cached_token_count,
         )
 
 

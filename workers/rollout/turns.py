@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -24,6 +25,7 @@ from ...fabric.contract.limits import TURN_SIDES_BYTES_MAX
 from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Side, Span, TokenLog, TurnResult
 from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ...fabric.rules.queue.engine_watch import Pulse, StallRule, feel, is_stalled
+from ...fabric.rules.queue.placement import PrefillSpeed
 from ...fabric.rules.queue.retries import is_suspect
 from ...fabric.rules.queue.runs import cache_salt
 from ...fabric.rules.queue.timings import RunTimings
@@ -59,6 +61,8 @@ class RunningTurns:
         """wake: called when there is news for the broker."""
         self.watch = EngineWatch(engine, options.stall, clock)
         self.timings = RunTimings()
+        self._prefill = PrefillSpeed()
+        self._coming_back: asyncio.TimerHandle | None = None
         self._engine = engine
         self._options = options
         self._clock = clock
@@ -118,13 +122,22 @@ class RunningTurns:
             lease_epoch=lease_epoch,
             active_version=active_version,
             takes_suspect=not any(is_suspect(turn.claim.loss) for turn in self._turns.values()),
+            us_per_token=self._prefill.us_per_token,
         )
+        self._come_back(outcome.next_ms)
         self._forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)
         await self._drop({*outcome.lost, *(claim.job.turn_id for claim in outcome.claims)})
         claims = outcome.claims
         if not run.may_mix_versions:
             claims = [_of_version(each, active_version) for each in claims]
         return outcome.has_lease, self._start(claims, run)
+
+    def _come_back(self, after_ms: int | None) -> None:
+        """Look again when a turn that waits for its home may be taken here; None: there is none."""
+        if self._coming_back is not None:
+            self._coming_back.cancel()
+        loop = asyncio.get_running_loop()
+        self._coming_back = None if after_ms is None else loop.call_later(after_ms / 1000, self._wake)
 
     async def give_back(self, queue: TurnQueue) -> None:
         """Give every turn back to its queue, with its tokens; hand in those that have ended by themselves."""
@@ -268,6 +281,7 @@ class RunningTurns:
             return
         name, count = trajectory_of(turn.claim.job.turn_id), len(ended.completion_ids)
         self.timings.note("ttft", first_s, name)
+        self._prefill.note(max(0, turn.read_count - ended.cached_token_count), first_s)
         if turn.claim.is_handed_over and turn.claim.waited_s is not None:
             self.timings.note("handover", turn.claim.waited_s + first_s, name)
         if count > 1:
@@ -350,6 +364,12 @@ class RunningTurn:
     def request_id(self) -> str:
         """The claim's name in the engine."""
         return f"{self.claim.job.turn_id}#{self.claim.fence}"
+
+    @property
+    def read_count(self) -> int:
+        """Tokens that the engine goes on from: the prompt's, and those of earlier claims."""
+        prior = self.claim.log
+        return len(self.claim.job.prompt_ids) + (len(prior.completion_ids) if prior else 0)
 
     def request(self, salt: str) -> GenerationRequest:
         """Make the engine's request, which goes on from the tokens of earlier claims. salt: of its prefixes."""

@@ -354,7 +354,7 @@ class RolloutWorker:
             self._has_room.clear()
             if self._turns is None:
                 continue
-            ring = self._ring = asyncio.create_task(self._turns.wait(1.0))
+            ring = self._ring = asyncio.create_task(self._turns.wait(self._config.worker_id, 1.0))
             try:
                 await asyncio.wait((ring,))
                 if not ring.cancelled():

@@ -76,7 +76,7 @@ async def _work(turns: TurnQueue, count: int, waits: Waits) -> None:
         claims = exchange.claims
         waits.claim_ms += [(now_ns - _stamp(claim)) / 1e6 for claim in claims]
         if not claims and len(waits.claim_ms) < count:
-            await turns.wait(WAIT_S)
+            await turns.wait(WORKER_ID, WAIT_S)
 
 
 async def _take(turns: TurnQueue, count: int) -> None:

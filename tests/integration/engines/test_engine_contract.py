@@ -936,12 +936,10 @@ async def test_an_engine_on_a_cpu_says_that_it_cannot_sleep_and_goes_on(engine: 
 async def prompt_counts(engine: Engine, request: GenerationRequest) -> tuple[int, int]:
     """Tokens of its prompt as they are counted, and those of them found in the prefix cache."""
     before = engine.stats()
-    await run(engine, request)
+    (ended,) = await run(engine, request)
     after = engine.stats()
-    return (
-        after.prompt_token_count - before.prompt_token_count,
-        after.cached_token_count - before.cached_token_count,
-    )
+    assert ended.cached_token_count == after.cached_token_count - before.cached_token_count
+    return after.prompt_token_count - before.prompt_token_count, ended.cached_token_count
 
 
 async def test_prompts_and_what_the_prefix_cache_had_of_them_are_counted(engine: Engine) -> None:

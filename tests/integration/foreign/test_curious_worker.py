@@ -32,7 +32,7 @@ READABLE = {
     *("runs", "workers", "heartbeats", "lends", "sharing", "assignments", "clock", "lease_bell:x"),
     *(f"r1.0:{name}" for name in ("run", "clock", "counters", "leases", "open", "inbox:x", "timings", "told:x")),
     *(f"r1.0:turn:{name}" for name in ("ready:x", "suspects", "job", "record", "deadline", "held", "bell", "log")),
-    *("r1.0:turn:agent", "r1.0:turn:result", "r1.0:turn:image"),
+    *(f"r1.0:turn:{name}" for name in ("agent", "result", "image", "homed", "homed_at", "bell:x")),
     *(f"r1.w:{name}" for name in ("head", "manifests", "chunk:x:x.x:x", "sending", "announcements", "holders")),
     *(f"r1.w:{name}" for name in ("addresses", "holding", "clock", "offer", "answers:x", "damage", "tending")),
 }

@@ -18,7 +18,15 @@ IDLE_S = 1.5  # within which cancelled work has let go of its slots: a second, a
 STAYS = (
     *("run", "clock", "counters", "rewards", "consumed", "consumers", "leases", "lease_term", "dead", "inbox:", "kept"),
     *("timings", "told:"),
-    *("trajectory:ready:", "trajectory:suspects", "trajectory:bell", "turn:ready:", "turn:suspects", "turn:bell"),
+    *(
+        "trajectory:ready:",
+        "trajectory:suspects",
+        "trajectory:bell",
+        "turn:ready:",
+        "turn:suspects",
+        "turn:bell",
+        "turn:homed",
+    ),
 )
 
 

@@ -193,7 +193,7 @@ class Life:
             found = await self._turns.exchange(WORKER_ID, settles=settles, want=8, lease_epoch=1, active_version=0)
             claims = found.claims
             if not claims:
-                await self._turns.wait(0.05)
+                await self._turns.wait(WORKER_ID, 0.05)
 
     async def _controller(self) -> None:
         """Publish the worker's lease, again and again: a fail-over may have lost it."""

@@ -231,7 +231,7 @@ def leftovers(redis: Redis, run_id: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for key in redis.scan_iter(match=base + ":*", count=1000):
         name = key.decode().removeprefix(base + ":")
-        is_bounded = name.endswith(":bell") or name.startswith(("inbox:", "kept:", "told:"))
+        is_bounded = name.endswith(":bell") or name.startswith(("inbox:", "kept:", "told:", "turn:bell:"))
         if name not in KEPT_KEYS and not is_bounded:
             found[name] = int(sizes[redis.type(key)](key))  # type: ignore[index,arg-type]
     return {name: size for name, size in found.items() if size}

@@ -12,7 +12,7 @@ import numpy as np
 from rollfab.fabric.contract.clock import Clock, SystemClock
 from rollfab.fabric.contract.errors import BrokerError, EngineError, EngineUnsupported
 from rollfab.fabric.contract.ids import turn_id
-from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, TokenLog, TurnJob, WorkerInfo
+from rollfab.fabric.contract.records import Int32, Lease, RunConfig, Sampling, TokenLog, TurnJob, WorkerInfo
 from rollfab.fabric.contract.sharing import GuardView
 from rollfab.fabric.ports.queue import Exchange, TurnPush
 from rollfab.fabric.queue.turns import RedisTurnQueue
@@ -257,16 +257,18 @@ class Stage:
         """What the worker said last."""
         return self.fabric.tables.workers[WORKER]
 
-    async def ask(self, count: int, sampling: Sampling | None = None) -> list[str]:
-        """Turns of `count` trajectories that agent "a" holds."""
+    async def ask(
+        self, count: int, sampling: Sampling | None = None, *, prompt_ids: Int32 = PROMPT_IDS, home: str = ""
+    ) -> list[str]:
+        """Turns of `count` trajectories that agent "a" holds. home: the worker that they wait for."""
         await self.fabric.board.create_run(self.run)
         self.fabric.tables_of("r1").head_version = 0
         await self.fabric.rollouts(self.run).push(make_groups([{"seed": 1}], count, ["g"]))
         pushes = []
         for claim in await self.fabric.trajectories(self.run).claim("a", count):
             name = turn_id(claim.job.trajectory_id, 0)
-            job = TurnJob(turn_id=name, agent_id="a", sampling=sampling or Sampling(), prompt_ids=PROMPT_IDS)
-            pushes.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job))
+            job = TurnJob(turn_id=name, agent_id="a", sampling=sampling or Sampling(), prompt_ids=prompt_ids)
+            pushes.append(TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job, home=home))
         assert not any(await self.turns.push("a", pushes))
         return [push.job.turn_id for push in pushes]
 

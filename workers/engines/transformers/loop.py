@@ -442,6 +442,7 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
             found: int = match(processor.cache, request_id, self._salted(request_id, prompt_ids))
             if len(prompt_ids) == len(self._admitted[request_id].input_ids):  # else it is read again, with its tokens
                 self.cached_token_count += found
+                self._admitted[request_id].cached_token_count = found
             return found
 
         processor.cache.mark_complete_blocks = register_fresh_blocks

@@ -91,6 +91,7 @@ class OpenRequest:
             error=error,
             sides=tuple(self.sides),
             first_token_s=self.first_token_s,
+            cached_token_count=self.cached_token_count,
         )
 
 

@@ -1,17 +1,21 @@
--- claim(worker, want, claim_ms, lease_epoch | '-', active_version, takes_suspect 0 | 1, inside 0 | 1, suspect_loss)
+-- claim(worker, want, claim_ms, lease_epoch | '-', active_version, takes_suspect 0 | 1, inside 0 | 1, suspect_loss,
+--   us_per_token)
 -- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect among them at
--- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it.
--- Returns {1, wall_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights too old
--- An entry's id begins with the machine's time as its job became ready; suspects have none. Jobs without a record, not
--- ready (cancelled) or called as none is, are dropped here; one that cannot be read is left to the reaper.
+-- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it. Of one
+-- class, turns that wait for this worker are the first, and those that wait for others, and pay here, the last of all.
+-- Returns {1, wall_ms, next_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights
+-- too old. next_ms: when a turn of others may be taken, or -1. An entry's id begins with the machine's time as its job
+-- became ready; suspects have none. Jobs without a record, not ready (cancelled) or called as none is, are dropped here;
+-- one that cannot be read is left to the reaper.
 -- keys shard.begun shard.clock shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log jobs.ready jobs.record
 -- keys jobs.suspects
 -- flags allow-oom
--- use batch count record look time limit suspect
-local worker, want, claim_ms, class_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), 3
+-- use batch count record look time limit suspect homed ready
+local worker, want, claim_ms, class_count, is_turn = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), 3, ARGV[4] ~= '-'
 local now, wall = now_ms(shard.clock)
+local some_wait = is_turn and redis.call('ZCARD', shard.turn_homed_at) > 0 -- for their homes
 
-if ARGV[4] ~= '-' then
+if is_turn then
   local lease = redis.call('HGET', shard.leases, worker)
   if not lease then return {0} end
   local epoch, slots, until_ms = string.match(lease, '^(%d+) (%d+) (%d+)$')
@@ -21,19 +25,15 @@ if ARGV[4] ~= '-' then
   local head = whole(facts[1], -1)
   if head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end
 elseif must_wait_for_consumer() then class_count = 1 end
-local entries, ids, since, takes_suspect, suspect_loss = {}, {}, {}, ARGV[6] == '1', tonumber(ARGV[8])
+local ids, since, next_ms, takes_suspect, suspect_loss = {}, {}, -1, ARGV[6] == '1', tonumber(ARGV[8])
 if takes_suspect and want > 0 then ids[1] = next_suspect(jobs.suspects, jobs.record) end
+local function strays(grace) return take_strays(tonumber(ARGV[9]), grace, want - #ids, now, wall - now, ids, since) end
+if some_wait and want > #ids then strays(GRACE_MS) end
 for class = 1, class_count do
-  if want > #ids then
-    local read = redis.call('XREADGROUP', 'GROUP', 'workers', 'fabric', 'COUNT', want - #ids, 'NOACK',
-      'STREAMS', jobs.ready[class], '>')
-    entries = {}
-    for n, entry in ipairs(read and read[1][2] or {}) do
-      entries[n], ids[#ids + 1], since[entry[2][2]] = entry[1], entry[2][2], entry[1]
-    end
-    call_in_parts('XDEL', jobs.ready[class], entries)
-  end
+  if some_wait and want > #ids then take_home(worker, class, want - #ids, wall - now, ids, since) end
+  if want > #ids then take_ready(jobs.ready[class], want - #ids, ids, since) end
 end
+if some_wait and want > #ids then next_ms = strays(0) end
 
 local records, taken, deadlines, begun = read_records(jobs.record, ids), {}, {}, {}
 for _, id in ipairs(ids) do
@@ -45,7 +45,7 @@ for _, id in ipairs(ids) do
     r.state, r.fence, r.worker, r.inside = 'claimed', r.fence + 1, worker, tonumber(ARGV[7])
     taken[#taken + 1] = id
     add_pair(deadlines, now + claim_ms, id)
-    if ARGV[4] == '-' then add_pair(begun, now, id) end
+    if not is_turn then add_pair(begun, now, id) end
   elseif not r and is_job(id) and redis.call('HEXISTS', jobs.record, id) == 1 then add_pair(deadlines, 0, id) end
 end
 write_records(jobs.record, taken, records)
@@ -53,8 +53,8 @@ call_in_parts('ZADD', jobs.deadline, deadlines)
 for n = 1, #begun, 2 do redis.call('ZADD', shard.begun, 'NX', begun[n], begun[n + 1]) end
 if #taken > 0 then tally(jobs.held, worker, #taken) end
 
-local answer, texts, logs = {1, wall}, fetch_all(jobs.job, taken), fetch_all(jobs.log, taken)
+local answer, texts, logs = {1, wall, next_ms}, fetch_all(jobs.job, taken), fetch_all(jobs.log, taken)
 for n, id in ipairs(taken) do
-  answer[n + 2] = {id, records[id].fence, records[id].attempt, records[id].loss, texts[n], logs[n], since[id] or false}
+  answer[n + 3] = {id, records[id].fence, records[id].attempt, records[id].loss, texts[n], logs[n], since[id] or false}
 end
 return answer

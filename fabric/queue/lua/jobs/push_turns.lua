@@ -1,40 +1,33 @@
--- push_turns(agent, then per turn: trajectory_id, fence, turn_id, turn_count_max, job, digests | '')
+-- push_turns(agent, bell_ttl_ms, then per turn: trajectory_id, fence, turn_id, turn_count_max, job, digests | '', home |
+--   '-', home_version, bell, tokens)
 -- Ask for turns of trajectories that this agent holds. A turn's fences go on from its trajectory's, so that no number
 -- is ever used twice, whatever is tried again. A trajectory has the turns from 0 to turn_count_max - 1 and no others,
--- however many agents have held it: what each of them counted for itself ends with it.
+-- however many agents have held it: what each of them counted for itself ends with it. A turn whose home (the worker
+-- that may have its context in its cache) has a lease waits for that, and bells[bell] rings, unless the head is newer
+-- than home_version; others are for anybody.
 -- Returns per turn 1 pushed · 2 under way since an earlier agent: its result now comes here ·
 -- 3 settled already: its result is in the inbox · 0 the trajectory's claim is lost (nothing written) ·
 -- -1 it is none of the trajectory's turns (nothing written) ·
 -- -2 the broker lacks an image of those whose digests are given, joined by blanks (nothing written)
--- keys shard.turn_agent shard.turn_image shard.turn_result trajectory.record turn.bell turn.job turn.ready turn.record inbox
+-- keys shard.clock shard.leases shard.open shard.run shard.turn_agent shard.turn_image shard.turn_result trajectory.record turn.bell
+-- keys turn.held turn.job turn.ready turn.record inbox bells...
 -- flags allow-oom
--- use batch record ring
+-- use batch count record look ring homed home asked
 local agent = ARGV[1]
 local trajectories, ids = {}, {}
-for i = 2, #ARGV, 6 do
+for i = 3, #ARGV, 10 do
   trajectories[#trajectories + 1], ids[#ids + 1] = ARGV[i], ARGV[i + 2]
 end
 local owners, records = fetch_all(trajectory.record, trajectories), read_records(turn.record, ids)
 
-local function is_turn_of(trajectory_id, id, count_max)
-  local index = tonumber(string.match(string.sub(id, #trajectory_id + 2), '^%d+$'))
-  return index and id == trajectory_id .. '.' .. index and index < tonumber(count_max)
-end
-
-local function lacks_image(trajectory_id, digests)
-  local kept = digests ~= '' and redis.call('HGET', shard.turn_image, trajectory_id) or ''
-  for digest in string.gmatch(digests, '%S+') do
-    if not string.find(kept, digest, 1, true) then return true end
-  end
-end
-
-local answer, agents, jobs, fresh = {}, {}, {}, {}
+local answer, agents, jobs, fresh, anywhere = {}, {}, {}, {}, {}
 for n, id in ipairs(ids) do
-  local r, fence = records[id], ARGV[6 * n - 3]
+  local i = 10 * n - 7
+  local r, fence = records[id], ARGV[i + 1]
   answer[n] = 0
-  if is_held(owners[n], fence, agent) and not is_turn_of(trajectories[n], id, ARGV[6 * n - 1]) then
+  if is_held(owners[n], fence, agent) and not is_turn_of(trajectories[n], id, ARGV[i + 3]) then
     answer[n] = -1
-  elseif is_held(owners[n], fence, agent) and not r and lacks_image(trajectories[n], ARGV[6 * n + 1]) then
+  elseif is_held(owners[n], fence, agent) and not r and lacks_image(trajectories[n], ARGV[i + 5]) then
     answer[n] = -2
   elseif is_held(owners[n], fence, agent) then
     add_pair(agents, id, agent)
@@ -44,7 +37,10 @@ for n, id in ipairs(ids) do
       records[id] = r or new_record(tonumber(fence) * FENCES_PER_CLAIM)
       records[id].state, records[id].worker = 'ready', '-'
       fresh[#fresh + 1] = id
-      add_pair(jobs, id, ARGV[6 * n])
+      if not is_sent_home(id, ARGV[i + 6], ARGV[i + 7], bells[tonumber(ARGV[i + 8])], ARGV[i + 9], ARGV[2]) then
+        anywhere[#anywhere + 1] = id
+      end
+      add_pair(jobs, id, ARGV[i + 4])
     elseif r.state == 'settled' then
       answer[n] = 3
       redis.call('XADD', inbox, '*', 'id', id, 'result', result)
@@ -56,5 +52,5 @@ end
 call_in_parts('HSET', shard.turn_agent, agents)
 call_in_parts('HSET', turn.job, jobs)
 write_records(turn.record, fresh, records)
-make_ready(turn, fresh, false)
+make_ready(turn, anywhere, false)
 return answer

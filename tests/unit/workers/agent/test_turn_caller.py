@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import BrokerError, ClaimLost, QueueFull
-from rollfab.fabric.contract.records import NO_LOGPROBS, Sampling, TrajectoryJob, TurnJob, TurnResult
+from rollfab.fabric.contract.records import NO_LOGPROBS, RunConfig, Sampling, Span, TrajectoryJob, TurnJob, TurnResult
 from rollfab.fabric.host.helpers import Helpers
 from rollfab.fabric.ports.queue import NotPushed, TrajectoryClaim, TurnPush
 from rollfab.fabric.rules.queue.timings import RunTimings
@@ -17,6 +17,8 @@ from rollfab.workers.agent.episode import TurnCaller
 from rollfab.workers.agent.slots import Quarantine
 
 IDS = np.array([5], np.int32)
+RUN = RunConfig(run_id="r", model="tiny", environment="frozenlake")
+MADE = Span(0, 1, "w1", 3)
 
 
 def job_of(turn_id: str) -> TurnJob:
@@ -43,7 +45,7 @@ class Turns:
         self.pushes.append(pushes)
         for name in [push.job.turn_id for push in pushes if push.job.turn_id not in self.refused]:
             self._inbox.put_nowait(
-                TurnResult(turn_id=name, finish_reason="stop", spans=(), completion_ids=IDS, logprobs=NO_LOGPROBS)
+                TurnResult(turn_id=name, finish_reason="stop", spans=(MADE,), completion_ids=IDS, logprobs=NO_LOGPROBS)
             )
         return [self.refused.get(push.job.turn_id) for push in pushes]
 
@@ -58,7 +60,7 @@ def turns() -> Turns:
 
 @pytest.fixture
 def caller(turns: Any) -> TurnCaller:
-    return TurnCaller("a", turns, None, Quarantine(), ask_again_s=60.0, timings=RunTimings())  # type: ignore[arg-type]
+    return TurnCaller("a", turns, None, Quarantine(), ask_again_s=60.0, timings=RunTimings(), run=RUN)  # type: ignore[arg-type]
 
 
 async def test_an_episode_whose_claim_is_lost_is_told_when_it_asks(turns: Turns, caller: TurnCaller) -> None:
@@ -105,3 +107,13 @@ async def test_what_nobody_waits_for_any_more_is_not_asked_for_when_the_broker_i
     # Then that alone is pushed, and has the result
     assert result.turn_id == "g.0.0"
     assert [push.fence for pushes in turns.pushes for push in pushes] == [2]
+
+
+async def test_a_turn_goes_to_the_worker_of_the_one_before_if_its_context_goes_on_from_it(
+    turns: Turns, caller: TurnCaller
+) -> None:
+    async with Helpers(caller.push(), caller.receive()), asyncio.timeout(30):
+        for name, goes_home in (("g.0.0", True), ("g.0.1", True), ("g.0.2", False), ("g.0.3", True)):
+            await caller.ask(claim_of(1), job_of(name), goes_home=goes_home)
+    homes = [(push.home, push.home_version) for pushes in turns.pushes for push in pushes]
+    assert homes == [("", -1), ("w1", 3), ("", -1), ("w1", 3)]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
+import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import EngineError
+from rollfab.fabric.contract.records import Lease
+from rollfab.fabric.rules.queue.placement import US_PER_TOKEN
+from tests.sim.virtual_loop import VirtualClock
+from tests.support.leases import set_lease
 from tests.support.queue.played_worker import RUN, WORKER, Stage
 from tests.support.until import until
+from tests.support.virtual_time import in_virtual_time
+
+PROMPT_TOKENS = 20_000
 
 
 async def test_slots_that_come_free_are_filled_in_the_exchange_that_hands_in() -> None:
@@ -30,6 +39,25 @@ async def test_slots_that_come_free_are_filled_in_the_exchange_that_hands_in() -
         await until(lambda: stage.table.held == {})
     assert results
     assert {len(each.completion_ids) for each in results} == {3}
+
+
+@in_virtual_time
+async def test_a_turn_that_its_home_does_not_take_is_taken_as_soon_as_it_may_be() -> None:
+    # Given a turn that waits for another worker, which does not come, and a worker that learns of it as it begins
+    stage = Stage(clock=VirtualClock(asyncio.get_running_loop()))
+    other = Lease(worker_id="other", run_id="r1", lease_epoch=1, slot_count=8, lease_until_ms=None)
+    await stage.fabric.board.create_run(RUN)
+    await set_lease(stage.fabric.board, other, None)
+    await stage.lease(1, 8)
+    patience_s = PROMPT_TOKENS * US_PER_TOKEN / 1e6
+    names = await stage.ask(1, prompt_ids=np.arange(PROMPT_TOKENS, dtype=np.int32), home="other")
+    async with stage.worker(poll_s=60.0):
+        # When it has waited for half of what reading it would take, then it is still the other one's
+        await asyncio.sleep(patience_s / 2)
+        assert stage.engine.turns == [] and stage.table.homed == names
+        # but not for longer, though nobody rings and the worker looks by itself a minute later only
+        await asyncio.sleep(patience_s)
+        assert stage.engine.turns == names and stage.table.homed == []
 
 
 async def test_what_a_failing_shard_did_not_take_is_handed_in_again() -> None:
