@@ -32,6 +32,14 @@ def overhead(quick: Quick = False, json: AsJson = False) -> None:
     raise typer.Exit(bench_overhead(quick=quick, json_output=json))
 
 
+@app.command("affinity")
+def affinity(quick: Quick = False, json: AsJson = False) -> None:
+    """Turns that go where their context is cached, over turns that go to whoever asks first."""
+    from .affinity.main import bench_affinity
+
+    raise typer.Exit(bench_affinity(quick=quick, json_output=json))
+
+
 @app.command("engine")
 def engine(quick: Quick = False, json: AsJson = False) -> None:
     """vLLM through the whole fabric, over vLLM's own offline generate; and how soon it stands still when told to."""

@@ -9,17 +9,20 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollfab.deploy.cli.options import with_ports
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import EnvironmentUnknown, FabricError
@@ -77,11 +80,12 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One round of one arm. cpu_s: CPU seconds by process, as far as the system says."""
+    """One round of one arm. cpu_s: CPU seconds by process, as far as the system says. groups: that a fabric made."""
 
     duration_s: float
     token_count: int
     cpu_s: dict[str, float] = field(default_factory=dict)
+    groups: Sequence[Group] = ()
 
 
 class EngineAlone:
@@ -141,12 +145,26 @@ class EngineAlone:
 
 
 class WholeFabric:
-    """The engine in a worker process, reached through everything. `engine`: words for `rollfab worker`."""
+    """The engine in a worker process, reached through everything.
 
-    def __init__(self, workload: Workload, weights: Arrays, engine: Sequence[str] = ()) -> None:
+    engine: words for `rollfab worker`, which come last. run_options: settings of the run. Of several workers, each
+    computes on one core.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        weights: Arrays,
+        engine: Sequence[str] = (),
+        *,
+        worker_count: int = 1,
+        run_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._workload = workload
         self._weights = weights
         self._engine = engine
+        self._worker_count = worker_count
+        self._run_options = run_options
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -169,13 +187,17 @@ class WholeFabric:
     def _start_roles(self) -> None:
         workload, count = self._workload, str(self._workload.trajectory_count)
         engine = ["--slots", str(SLOT_COUNT), "--context", str(CONTEXT_TOKENS), "--seed", str(SEED), *self._engine]
+        place = {"ROLLFAB_URL": self._broker.url}
         for role, words in {
             "controller": [],
             "agent": ["--environment", METRONOME, "--count", count],
-            "worker": ["--model", workload.model, *engine],
         }.items():
-            place = {"ROLLFAB_URL": self._broker.url}
             self._supervisor.add(role, [role, *words], is_restarted=False, environment=place)
+        words = ["worker", "--model", workload.model, *engine]
+        threads = {"OMP_NUM_THREADS": "1"} if self._worker_count > 1 else {}
+        for index in range(self._worker_count):
+            name = f"worker-{index}" if index else "worker"
+            self._supervisor.add(name, words, is_restarted=False, environment={**place, **threads})
 
     def _open_run(self, fabric: Fabric) -> Run:
         workload = self._workload
@@ -188,12 +210,21 @@ class WholeFabric:
         while True:
             try:
                 return fabric.run(
-                    "overhead", model=workload.model, environment="metronome", environment_options=options
+                    "overhead",
+                    model=workload.model,
+                    environment="metronome",
+                    environment_options=options,
+                    **self._run_options,
                 )
             except EnvironmentUnknown:  # no agent is up yet
                 self._check_alive()
                 if time.monotonic() >= deadline_s:
                     raise
+
+    def hit_fraction(self) -> float:
+        """Of recent prompts' tokens, those that the workers had in their caches: the mean worker's."""
+        found = with_ports(self._broker.url, lambda ports: ports.board.workers())
+        return statistics.fmean(info.prefix_hit_fraction or 0.0 for info, _ in found.values())
 
     def _check_alive(self) -> None:
         for name, child in self._supervisor.children.items():
@@ -206,7 +237,8 @@ class WholeFabric:
         groups = self.ask(self._workload.tasks())
         duration_s = time.perf_counter() - start_s
         used_s = {name: used - cpu_s[name] for name, used in self._cpu_s().items()}
-        return Round(duration_s=duration_s, token_count=count_tokens(groups, self._workload), cpu_s=used_s)
+        count = count_tokens(groups, self._workload)
+        return Round(duration_s=duration_s, token_count=count, cpu_s=used_s, groups=groups)
 
     def ask(self, tasks: Sequence[dict[str, Any]], timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
         """A group for each task, in the order of the tasks; what does not come in time is missing.

@@ -1,0 +1,157 @@
+"""`rollfab bench affinity`: turns that go where their context is cached, over turns that go to whoever asks first.
+
+Two fabrics of two workers each, fed by turns with the same work: trajectories of 8 turns, whose contexts grow. They
+differ in one setting of the run, `prefix_affinity`. Beside tokens a second stands where turns were made, which hangs
+less on the machine: how many went to the worker of the turn before, and what share of the prompts was cached.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollfab.deploy.replay.figures import Report, number, show
+from rollfab.fabric.contract.records import Group
+from tests.bench.lively import lively_weights
+from tests.bench.measure import Figure, alternate, run_bench
+
+from ..overhead.arms import Round, WholeFabric, Workload
+
+WORKER_COUNT = 2
+ENGINE = ("--slots", "64", "--context", "1024")
+GOAL = 1.2
+ARMS = {"with": True, "without": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured. The first workload is the headline."""
+
+    workloads: tuple[Workload, ...]
+    round_count: int
+
+
+LONG = Workload(
+    name="8 turns, 96 tokens read and 8 made",
+    model="small",
+    trajectory_count=48,
+    turn_count=8,
+    completion_tokens=8,
+    observation_tokens=96,
+)
+EVEN = Workload(
+    name="8 turns, 48 tokens read and 48 made",
+    model="small",
+    trajectory_count=48,
+    turn_count=8,
+    completion_tokens=48,
+    observation_tokens=48,
+)
+FULL = Settings(workloads=(LONG, EVEN), round_count=5)
+QUICK = Settings(workloads=(LONG,), round_count=2)
+
+
+def bench_affinity(*, quick: bool, json_output: bool) -> int:
+    """Measure and print; returns the exit code: 1 when an arm did not do its work."""
+    return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
+
+
+def measure(settings: Settings) -> Report:
+    """Measure every workload.
+
+    Raises:
+        FabricError: a process of a fabric ended, or an arm made other tokens than it should.
+    """
+    rows = [_measure(workload, settings.round_count) for workload in settings.workloads]
+    headline = rows[0]
+    return Report(
+        name="affinity",
+        params={"worker_count": WORKER_COUNT, "engine": " ".join(ENGINE), "settings": asdict(settings), "goal": GOAL},
+        results={"tokens_per_s": headline["with"]["tokens_per_s"], "rows": rows},
+        baselines={"without prefix_affinity": headline["without"]},
+        ratio={
+            "without": headline["ratio"],
+            "without_spread": headline["ratio_spread"],
+            "by_workload": {row["name"]: row["ratio"] for row in rows},
+        },
+    )
+
+
+def _measure(workload: Workload, round_count: int) -> dict[str, Any]:
+    weights = lively_weights(workload.model)
+    with ExitStack() as stack:
+        fabrics = {
+            name: stack.enter_context(
+                WholeFabric(
+                    workload,
+                    weights,
+                    ENGINE,
+                    worker_count=WORKER_COUNT,
+                    run_options={"prefix_affinity": has_affinity},
+                )
+            )
+            for name, has_affinity in ARMS.items()
+        }
+        arms = {name: fabric.round for name, fabric in fabrics.items()}
+        alternate(arms, 1)  # the first lease, the first weights, caches
+        rounds = alternate(arms, round_count)
+        hits = {name: fabric.hit_fraction() for name, fabric in fabrics.items()}
+    rates = {
+        name: Figure(tuple(each.token_count / each.duration_s for each in found)) for name, found in rounds.items()
+    }
+    ratio = Figure(
+        tuple(ours / other for ours, other in zip(rates["with"].rounds, rates["without"].rounds, strict=True))
+    )
+    return {
+        "name": workload.name,
+        **{name: _arm(workload, rates[name], rounds[name], hits[name]) for name in ARMS},
+        "ratio": ratio.median,
+        "ratio_spread": ratio.spread,
+    }
+
+
+def _arm(workload: Workload, rate: Figure, rounds: Sequence[Round], hit_fraction: float) -> dict[str, Any]:
+    worker_s = Figure(tuple(sum(used for name, used in each.cpu_s.items() if "worker" in name) for each in rounds))
+    return {
+        "tokens_per_s": rate.median,
+        "spread": rate.spread,
+        "home_fraction": Figure(tuple(home_fraction(each.groups, workload.turn_count) for each in rounds)).median,
+        "hit_fraction": hit_fraction,
+        "worker_cpu_ms_per_turn": 1000 * worker_s.median / workload.turns,
+    }
+
+
+def home_fraction(groups: Sequence[Group], turn_count: int) -> float:
+    """Return which share of the turns after the first went to the worker of the turn before."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    moves = 0
+    for rollout in rollouts:
+        names = [span.worker_id for span in rollout.spans]
+        moves += sum(name != last for last, name in itertools.pairwise(names))
+    return 1 - moves / (len(rollouts) * (turn_count - 1))
+
+
+def _print_table(report: Report) -> None:
+    found = json.loads(report.json())
+    rows = []
+    for each in found["results"]["rows"]:
+        low, high = each["ratio_spread"]
+        for name in ARMS:
+            arm = each[name]
+            rows.append(
+                [
+                    each["name"] if name == "with" else "",
+                    name,
+                    number(arm["tokens_per_s"]),
+                    f"{arm['home_fraction']:.0%}",
+                    f"{arm['hit_fraction']:.0%}",
+                    number(arm["worker_cpu_ms_per_turn"]),
+                    f"{each['ratio']:.2f}  ({low:.2f} to {high:.2f})" if name == "with" else "",
+                ]
+            )
+    columns = ["", "affinity", "tokens/s", "turns at home", "prompts cached", "worker CPU ms/turn", "with ÷ without"]
+    show("rollfab bench affinity", columns, rows, [f"goal {GOAL}; machine: {found['machine']}"])
