@@ -270,9 +270,9 @@ async def play_turns(who: dict[str, Part]) -> None:
     shown = (ImagePlace(0, 1, digest_of(b"a file")),)
     job = replace(TURN, turn_id=f"{claim.job.trajectory_id}.0", agent_id=agent.name, images=shown)
     files = {shown[0].digest: b"a file"}
-    push = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job, images=files)
+    push = TurnPush(trajectory_id=claim.job.trajectory_id, fence=claim.fence, job=job, images=files, home=worker.name)
     assert not any(await agent.turns.push(agent.name, [push]))
-    await worker.turns.wait(1.0)
+    await worker.turns.wait(worker.name, 1.0)
     (taken,) = (await exchange(worker, want=5)).claims
     assert [image.data for image in taken.images] == [b"a file"]
     await worker.turns.release(worker.name, [TurnProgress(claim=taken, log=None)])
