@@ -63,6 +63,7 @@ SHARD_TABLES = {
     "turn:image": HASH,
     "turn:homed": ZSET,
     "turn:homed_at": ZSET,
+    "turn:bell:*": LIST,
     "inbox:*": STREAM,
 }
 FABRIC_TABLES = {"workers": HASH, "heartbeats": ZSET, "assignments": HASH, "sharing": HASH, "clock": STRING}
