@@ -19,7 +19,7 @@ from ...trainer.client import connect
 from ...trainer.files import check_new, group_row, write_groups
 from ...trainer.groups import TAKEOVER_S
 from .options import AsJson, Run, Url, find_run, need_url, with_ports
-from .printing import show, show_json
+from .printing import show, show_json, tell_written
 from .progress import Tell, progress
 from .speech import say_nothing
 
@@ -133,7 +133,7 @@ def _register_consume(app: typer.Typer) -> None:
             else:
                 with groups, progress("groups", unit="count", total=count) as tell:
                     written = write_groups(output, _counting(until_stuck(groups, stuck), tell, count or 0))
-                _tell_written(output, written, json)
+                tell_written(output, "group", written, json)
             if stuck:
                 raise stuck[0]
             say_nothing(f"stopped: {groups.ended_why}")
@@ -145,13 +145,6 @@ def _counting(groups: Iterable[Group], tell: Tell, total: int) -> Iterator[Group
         yield group
 
 
-def _tell_written(output: Path, written: int, json: bool, but: str = "") -> None:
-    if json:
-        show_json({"path": str(output), "group_count": written})
-    else:
-        show(f"{counted(written, 'group')} written to {output}{but}" if written else f"{output} is not written")
-
-
 def _peek(url: str, run: str, count: int, output: Path | None, json: bool) -> None:
     """Print groups that are not acknowledged, or write them to a file, and leave them where they are."""
     with connect(url) as fabric:
@@ -160,7 +153,7 @@ def _peek(url: str, run: str, count: int, output: Path | None, json: bool) -> No
         for group in groups:
             show_json(group_row(group))
     elif groups:
-        _tell_written(output, write_groups(output, groups), json, "; all of them are still in the run")
+        tell_written(output, "group", write_groups(output, groups), json, "; all of them are still in the run")
     if not groups:
         say_nothing(
             f"run {run} has no complete group that is not acknowledged; `rollfab status` says what is under way"
