@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...fabric.contract.errors import InputError, NothingMoves, WireError
+from ...fabric.contract.errors import ConfigError, InputError, NothingMoves, WireError
 from ...fabric.contract.ids import new_group_id
 from ...fabric.contract.records import Group
 from ...fabric.contract.text import counted
@@ -91,6 +91,7 @@ def _telling(done: int, total: int, name: str | None) -> Iterator[None]:
 def _register_consume(app: typer.Typer) -> None:
     @app.command()
     def consume(
+        context: typer.Context,
         run: Run = None,
         count: Annotated[int | None, typer.Option(help="Stop after this many groups.")] = None,
         timeout: Annotated[float, typer.Option(help="Stop after this many seconds without a group.")] = 60.0,
@@ -114,6 +115,8 @@ def _register_consume(app: typer.Typer) -> None:
         json: AsJson = False,
     ) -> None:
         """Print completed groups as JSON lines, acknowledging each; or write them to a file; or only look."""
+        if peek:
+            _refuse_beside_peek(context)
         if output is not None:
             check_new(output)
         run_id = run or with_ports(need_url(url), lambda ports: find_run(ports, None)).run_id
@@ -143,6 +146,16 @@ def _counting(groups: Iterable[Group], tell: Tell, total: int) -> Iterator[Group
     for number, group in enumerate(groups, 1):
         tell(number, total)
         yield group
+
+
+def _refuse_beside_peek(context: typer.Context) -> None:
+    """Refuse options of who takes groups: nobody does. Raises ConfigError."""
+    sources = {name: context.get_parameter_source(name) for name in ("timeout", "consumer", "keep", "takeover")}
+    given = [f"--{name}" for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} mean nothing beside --peek, which takes no group: leave them out, or leave out --peek"
+        )
 
 
 def _peek(url: str, run: str, count: int, output: Path | None, json: bool) -> None:
