@@ -7,6 +7,7 @@
 - JSON has no word for what is no finite number: the texts "NaN", "Infinity" and "-Infinity" stand there, as in
   Protocol Buffers' mapping. Rows of bytes (images) are base64.
 - A file is there whole or not at all: it gets its name when all of it is on the disk.
+- Files that were written before `turn_ms` and `traceparent` were kept are read with neither.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import base64
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,8 @@ from .filters import Keep, find_filter
 
 ROW_GROUP_BYTES = 32 << 20  # of arrays, that a writer or reader of Parquet holds at once, and one group
 FACTS = ("trajectory_id", "reward", "finish_reason", "turn_count", "attempt", "seed")
+LATER: dict[str, Any] = {"turn_ms": [], "traceparent": ""}  # facts that older files do not have, as they were then
+COLUMNS = {int: "int64", float: "float64", str: "string"}  # of plain rows, as pyarrow names them
 WORDS: dict[str, Callable[..., Any]] = {"NaN": np.isnan, "Infinity": np.isposinf, "-Infinity": np.isneginf}
 KINDS = {dtype.name: dtype for dtype in DTYPES.values()}  # of side arrays
 UNFIT = (AttributeError, KeyError, TypeError, ValueError, OverflowError)  # what a row of another shape causes
@@ -47,10 +50,40 @@ def write_groups(path: str | Path, groups: Iterable[Group]) -> int:
     """
     path = Path(path)
     check_new(path)
-    write = {".jsonl": _write_lines, ".parquet": _write_parquet}[path.suffix]
+    if path.suffix == ".parquet":
+        return _whole(path, lambda new: _write_parquet(new, groups))
+    return _whole(path, lambda new: _write_lines(new, map(group_row, groups)))
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]], columns: Mapping[str, Any]) -> int:
+    """Write plain rows to a new file, `.jsonl` or `.parquet`; return how many. No file if there are none.
+
+    columns: by name int, float or str; or columns themselves, for a list of such rows. Raises as write_groups.
+    """
+    check_new(path)
+    if path.suffix == ".jsonl":
+        return _whole(path, lambda new: _write_lines(new, rows))
+    pa = _pyarrow()
+
+    def write(new: Path) -> int:
+        table = pa.Table.from_pylist(list(rows), pa.schema({name: _column(pa, each) for name, each in columns.items()}))
+        pa.parquet.write_table(table, new, compression="zstd")
+        return int(table.num_rows)
+
+    return _whole(path, write)
+
+
+def _column(pa: Any, kind: Any) -> Any:
+    if isinstance(kind, Mapping):
+        return pa.list_(pa.struct({name: _column(pa, each) for name, each in kind.items()}))
+    return getattr(pa, COLUMNS[kind])()
+
+
+def _whole(path: Path, write: Callable[[Path], int]) -> int:
+    """Let `write` write beside the path and return how many; the file gets its name once it is on the disk."""
     new = path.with_name(path.name + ".new")
     try:
-        count = write(new, groups)
+        count = write(new)
         if count:
             with new.open("rb") as file:
                 os.fsync(file.fileno())
@@ -76,7 +109,7 @@ def read_groups(path: str | Path) -> Iterator[Group]:
 
 
 def check_new(path: Path) -> None:
-    """Require that groups can be written to a file, before any is consumed. Raises as write_groups."""
+    """Require that a file can be written, before anything is read for it. Raises as write_groups."""
     _check_kind(path)
     if not path.parent.is_dir():
         raise InputError(f"the directory of {path} is not there: make it first")
@@ -86,7 +119,7 @@ def check_new(path: Path) -> None:
 
 def _check_kind(path: Path) -> None:
     if path.suffix not in (".jsonl", ".parquet"):
-        raise InputError(f"{path} ends in {path.suffix or 'no suffix'}: groups are written to .jsonl or .parquet")
+        raise InputError(f"{path} ends in {path.suffix or 'no suffix'}: name it .jsonl or .parquet")
     if path.suffix == ".parquet":
         _pyarrow()
 
@@ -132,7 +165,7 @@ def _group(row: Any, rollouts: Iterable[Rollout]) -> Group:
 
 def _rollout_row(rollout: Rollout) -> dict[str, Any]:
     return {
-        **{name: getattr(rollout, name) for name in FACTS},
+        **{name: getattr(rollout, name) for name in (*FACTS, *LATER)},
         "policy_version": rollout.policy_version,
         **{name: _plain(getattr(rollout, name)) for name in Rollout.ARRAYS},
         "spans": [asdict(each) for each in rollout.spans],
@@ -147,6 +180,7 @@ def _made(row: Any, group_id: str, task_id: str, sides: Iterable[Side]) -> Rollo
     arrays: dict[str, Any] = {name: np.array(row[name], ARRAY_DTYPES[code]) for name, code in Rollout.ARRAYS.items()}
     rollout = Rollout(
         **{name: row[name] for name in (*FACTS, "info")},
+        **{name: default if row.get(name) is None else row[name] for name, default in LATER.items()},
         **arrays,
         group_id=group_id,
         task_id=task_id,
@@ -204,11 +238,11 @@ def _side_from(row: Any) -> Side:
 # ---------------------------------------------------------------- JSON lines
 
 
-def _write_lines(path: Path, groups: Iterable[Group]) -> int:
+def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     count = 0
     with path.open("wb") as file:
-        for group in groups:
-            file.write(dump_json(group_row(group)) + b"\n")
+        for row in rows:
+            file.write(dump_json(row) + b"\n")
             count += 1
     return count
 
@@ -265,6 +299,8 @@ def _schema(pa: Any) -> Any:
             "info": pa.string(),  # JSON
             "nodes": pa.list_(node),
             "sides": pa.list_(pa.struct(side)),
+            "turn_ms": pa.list_(pa.int64()),
+            "traceparent": pa.string(),
         }
     )
 
@@ -277,7 +313,7 @@ def _parquet_rows(index: int, group: Group) -> Iterator[dict[str, Any]]:
     for rollout in group.rollouts:
         yield {
             **shared,
-            **{name: getattr(rollout, name) for name in (*FACTS, "policy_version", *Rollout.ARRAYS)},
+            **{name: getattr(rollout, name) for name in (*FACTS, "policy_version", *Rollout.ARRAYS, *LATER)},
             "spans": [asdict(each) for each in rollout.spans],
             "info": dump_json(rollout.info).decode(),
             "nodes": [{**asdict(each), "messages": dump_json(each.messages).decode()} for each in rollout.nodes],
@@ -339,7 +375,7 @@ def _parquet_group(rows: list[dict[str, Any]]) -> Group:
 
 
 def _parquet_rollout(row: dict[str, Any], group_id: str, task_id: str) -> Rollout:
-    plain = {name: row[name].as_py() for name in (*FACTS, "spans")}
+    plain = {name: row[name].as_py() for name in (*FACTS, "spans", *(set(LATER) & set(row)))}
     arrays = {name: row[name].values.to_numpy() for name in Rollout.ARRAYS}
     nodes = [{**each, "messages": load_json(each["messages"])} for each in row["nodes"].as_py()]
     made = {**plain, **arrays, "info": load_json(row["info"].as_py()), "nodes": nodes}

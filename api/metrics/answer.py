@@ -171,8 +171,11 @@ def _engines(live: list[WorkerView]) -> Iterator[Metric]:
         ("prefix_hit_ratio_min", "Smallest part of recent prompts' tokens found in a prefix cache.", min, 1.0),
         ("wake_seconds_max", "Longest that waking an engine took last.", max, 1e-3),
         ("sleep_seconds_max", "Longest that putting an engine to sleep took last.", max, 1e-3),
+        ("resident_bytes_max", "Most RAM that a worker's processes hold.", max, 1),
+        ("device_bytes_max", "Most device memory that a worker's processes hold.", max, 1),
     )
-    for (name, text, pick, unit), field in zip(rows, ("prefix_hit_fraction", "wake_ms", "sleep_ms"), strict=True):
+    fields = ("prefix_hit_fraction", "wake_ms", "sleep_ms", "resident_bytes", "device_bytes")
+    for (name, text, pick, unit), field in zip(rows, fields, strict=True):
         family = gauge(name, text, "role")
         for role in sorted({worker.role for worker in live}):
             values = [getattr(worker, field) for worker in live if worker.role == role]
@@ -247,6 +250,14 @@ def _open(live: list[WorkerView]) -> Iterator[Metric]:
         family.add_metric(["min"], min(shares))
         family.add_metric(["mean"], sum(shares) / len(shares))
     yield family
+    errors = gauge(
+        "guard_step_error_ratio_max", "How far off a guard predicts serving's steps, where it is furthest.", "kind"
+    )
+    for kind in ("p50", "p95"):
+        told = [getattr(worker, f"step_error_fraction_{kind}") for worker in live]
+        if known := [each for each in told if each is not None]:
+            errors.add_metric([kind], max(known))
+    yield errors
 
 
 def _price(status: Status) -> Iterator[Metric]:

@@ -175,6 +175,10 @@ class RolloutView(Model):
     nodes: list[NodeView]
     """None: all continues in one line."""
     sides: list[SideView]
+    turn_ms: list[int]
+    """When each turn was asked for, answered, and its step over, in turn, since the agent began; none: not told."""
+    traceparent: str
+    """Of the trajectory's trace, as W3C writes it; empty: it has none."""
 
 
 class FailureView(Model):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...fabric.contract.errors import InputError, NothingMoves, WireError
+from ...fabric.contract.errors import ConfigError, InputError, NothingMoves, WireError
 from ...fabric.contract.ids import new_group_id
 from ...fabric.contract.records import Group
 from ...fabric.contract.text import counted
@@ -19,7 +19,7 @@ from ...trainer.client import connect
 from ...trainer.files import check_new, group_row, write_groups
 from ...trainer.groups import TAKEOVER_S
 from .options import AsJson, Run, Url, find_run, need_url, with_ports
-from .printing import show, show_json
+from .printing import show, show_json, tell_written
 from .progress import Tell, progress
 from .speech import say_nothing
 
@@ -91,6 +91,7 @@ def _telling(done: int, total: int, name: str | None) -> Iterator[None]:
 def _register_consume(app: typer.Typer) -> None:
     @app.command()
     def consume(
+        context: typer.Context,
         run: Run = None,
         count: Annotated[int | None, typer.Option(help="Stop after this many groups.")] = None,
         timeout: Annotated[float, typer.Option(help="Stop after this many seconds without a group.")] = 60.0,
@@ -114,6 +115,8 @@ def _register_consume(app: typer.Typer) -> None:
         json: AsJson = False,
     ) -> None:
         """Print completed groups as JSON lines, acknowledging each; or write them to a file; or only look."""
+        if peek:
+            _refuse_beside_peek(context)
         if output is not None:
             check_new(output)
         run_id = run or with_ports(need_url(url), lambda ports: find_run(ports, None)).run_id
@@ -133,7 +136,7 @@ def _register_consume(app: typer.Typer) -> None:
             else:
                 with groups, progress("groups", unit="count", total=count) as tell:
                     written = write_groups(output, _counting(until_stuck(groups, stuck), tell, count or 0))
-                _tell_written(output, written, json)
+                tell_written(output, "group", written, json)
             if stuck:
                 raise stuck[0]
             say_nothing(f"stopped: {groups.ended_why}")
@@ -145,11 +148,14 @@ def _counting(groups: Iterable[Group], tell: Tell, total: int) -> Iterator[Group
         yield group
 
 
-def _tell_written(output: Path, written: int, json: bool, but: str = "") -> None:
-    if json:
-        show_json({"path": str(output), "group_count": written})
-    else:
-        show(f"{counted(written, 'group')} written to {output}{but}" if written else f"{output} is not written")
+def _refuse_beside_peek(context: typer.Context) -> None:
+    """Refuse options of who takes groups: nobody does. Raises ConfigError."""
+    sources = {name: context.get_parameter_source(name) for name in ("timeout", "consumer", "keep", "takeover")}
+    given = [f"--{name}" for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} mean nothing beside --peek, which takes no group: leave them out, or leave out --peek"
+        )
 
 
 def _peek(url: str, run: str, count: int, output: Path | None, json: bool) -> None:
@@ -160,7 +166,7 @@ def _peek(url: str, run: str, count: int, output: Path | None, json: bool) -> No
         for group in groups:
             show_json(group_row(group))
     elif groups:
-        _tell_written(output, write_groups(output, groups), json, "; all of them are still in the run")
+        tell_written(output, "group", write_groups(output, groups), json, "; all of them are still in the run")
     if not groups:
         say_nothing(
             f"run {run} has no complete group that is not acknowledged; `rollfab status` says what is under way"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import rich.console
@@ -13,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ...fabric.contract.text import HARMFUL, one_line, printable
+from ...fabric.contract.text import HARMFUL, counted, one_line, printable
 from ...fabric.contract.wire import dump_json
 
 PIPE_WIDTH = 1000  # no row is as long
@@ -69,6 +70,14 @@ def show_json(value: Any, *, flush: bool = False) -> None:
     """Print plain values as one line of JSON; what is harmful in texts stands as the escapes of JSON."""
     escaped = HARMFUL.sub(lambda found: f"\\u{ord(found.group()):04x}", dump_json(value).decode())
     print(escaped, flush=flush)
+
+
+def tell_written(path: Path, noun: str, count: int, json: bool, but: str = "") -> None:
+    """Say how many rows or groups a file got; 0: there is no file."""
+    if json:
+        show_json({"path": str(path), f"{noun}_count": count})
+    else:
+        show(f"{counted(count, noun)} written to {path}{but}" if count else f"{path} is not written")
 
 
 def new_table(*headings: str, title: str | None = None, left: Collection[str] = ()) -> Table:

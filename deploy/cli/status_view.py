@@ -126,6 +126,8 @@ def _workers_table(role: str, rows: Sequence[dict[str, Any]], leases: dict[str, 
         "run": [row["run_id"] or "" for row in rows],
         "version": [str(row["active_version"]) if row["active_version"] >= 0 else "" for row in rows],
         "engine": [(row["engine"] or "") if is_wide else "" for row in rows],
+        "memory": [_memory(row) if is_wide else "" for row in rows],
+        "steps off": [_steps_off(row) if is_wide else "" for row in rows],
         "seen": [f"{row['heartbeat_age_ms'] / 1000:.1f} s" for row in rows],
     }
     shown = {name: column for name, column in columns.items() if any(column)}
@@ -134,6 +136,18 @@ def _workers_table(role: str, rows: Sequence[dict[str, Any]], leases: dict[str, 
     for row in zip(*shown.values(), strict=True):
         table.add_row(*cells(*row))
     return table
+
+
+def _memory(row: dict[str, Any]) -> str:
+    """Write what a worker's processes hold: RAM, and device memory where it is told."""
+    held = [row.get(name) for name in ("resident_bytes", "device_bytes")]
+    return " + ".join(f"{each / 2**30:.1f} GiB" for each in held if each is not None)
+
+
+def _steps_off(row: dict[str, Any]) -> str:
+    """Write how far off a guard predicts serving's steps."""
+    half, most = (row.get(f"step_error_fraction_{name}") for name in ("p50", "p95"))
+    return "" if half is None or most is None else f"{half:.0%}, P95 {most:.0%}"
 
 
 def _notes(rows: Sequence[dict[str, Any]], is_wide: bool) -> list[Text]:

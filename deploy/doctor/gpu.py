@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ T = TypeVar("T")
 
 INSTALL = "nvidia-ml-py is not installed: pip install nvidia-ml-py"
 MPS_SERVER = "nvidia-cuda-mps-server"
+MACHINE_IDS = "pid:[4026531836]"  # the namespace of a machine's own process ids: Linux' PROC_PID_INIT_INO
 UNKNOWN_BYTES = 1 << 63  # NVML's "not available" is the largest number of 64 bits
 
 
@@ -87,6 +89,30 @@ def look_at_gpus(nvml: Any = None, environment: Mapping[str, str] | None = None)
         return _report(nvml, os.environ if environment is None else environment)
     finally:
         _Asked(nvml).value("closing", nvml.nvmlShutdown)
+
+
+def device_bytes(pids: Collection[int], nvml: Any = None, namespace: str = "/proc/self/ns/pid") -> int | None:
+    """Return the memory of all GPUs that these processes hold; None: none, or nobody says.
+
+    The driver knows processes by the ids of the machine. In a container, which has ids of its own, this is what torch
+    has reserved in this process; None, if that is another process'.
+    """
+    gpus = look_at_gpus(nvml).gpus if _target(namespace) == MACHINE_IDS else ()
+    processes = [each for gpu in gpus for each in gpu.processes if each.pid in pids]
+    known = [each.memory_bytes for each in processes if each.memory_bytes is not None]
+    if known:
+        return sum(known)
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())) or None
+
+
+def _target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
 
 
 def _report(nvml: Any, environment: Mapping[str, str]) -> GpuReport:

@@ -23,10 +23,11 @@ from ...fabric.contract.text import did_you_mean, one_line
 from ..cli.options import AsJson
 from ..cli.printing import Console, show_json
 from ..cli.speech import say_nothing
-from .supervisor import OLDER
+from .supervisor import LOG_BYTES_MAX, OLDER
 
 PLACES = ("rollfab-data", "rollfab-demo")
 LOOK_S = 0.25
+NAMES_SHOWN = 6  # of roles, where nothing is shown of any
 TAIL_BYTES = 1 << 10  # read of each file for a line that is wanted, where all lines are
 TAIL_BYTES_MIN = 1 << 16
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:- \S+ - )?([A-Z]+)\b")
@@ -139,7 +140,7 @@ def _logs(
     for line in newest:
         tell(line)
     if not newest:
-        say_nothing(f"no line is shown: nothing in {directory}/ was logged, or nothing that was asked for")
+        say_nothing(nothing(directory, [file.role for file in files], wanted))
     if follow:
         _follow(directory, files, role or [], wanted, tell)
 
@@ -155,6 +156,29 @@ def _follow(
                 files.append(new)
         for line in sorted((line for file in files for line in file.lines()), key=lambda line: line.at):
             tell(line)
+
+
+def nothing(directory: Path, roles: Sequence[str], wanted: Wanted) -> str:
+    """Say why no line is shown, and what to do."""
+    where = f"the logs of {', '.join(roles[:NAMES_SHOWN])}"
+    where += (
+        f" and {len(roles) - NAMES_SHOWN} more in {directory}/" if len(roles) > NAMES_SHOWN else f" in {directory}/"
+    )
+    asked = (("trajectory", wanted.trajectory), ("worker", wanted.worker))
+    names = " and ".join(f"{what} {name!r:.100}" for what, name in asked if name is not None)
+    if not names:
+        return f"no line is shown: {where} are empty. `rollfab status` says which roles run"
+    causes = []
+    if wanted.trajectory is not None:
+        causes.append(
+            "only what goes wrong with a trajectory is logged under its name (an attempt that failed, a claim that was "
+            "lost), so one that goes well has no line: `rollfab trace` lists those that are there, `rollfab trace ID` "
+            "shows one, also of the past"
+        )
+    if wanted.worker is not None:
+        causes.append("`rollfab status` lists the workers that are there")
+    kept = f"{LOG_BYTES_MAX >> 19} MiB of each role are kept, the newest"
+    return f"no line is shown: none in {where} names {names}; " + "; ".join([*causes, kept])
 
 
 def find_logs(data: str | None) -> Path:

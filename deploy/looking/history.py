@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,16 +16,18 @@ from rich.text import Text
 
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.text import cleaned
-from ...fabric.inspect.history import HistoryPoint, LendingVerdict, lending_verdicts, points
+from ...fabric.inspect.history import HistoryPoint, LendingVerdict, lending_verdicts, points, row_columns, row_of
 from ...fabric.opened import RedisFabric
+from ...trainer.files import check_new, write_rows
 from ..cli.options import AsJson, Url, need_url, with_ports
-from ..cli.printing import Console, show_json, spark
+from ..cli.printing import Console, show_json, spark, tell_written
 from ..cli.speech import say_nothing
 
 SINCE = re.compile(r"(\d{1,6}(?:\.\d+)?)\s*(m|min|h|d)")
 UNIT_MS = {"m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
 POINT_COUNT = 36  # as wide as a terminal has room for
 JSON_POINT_COUNT = 1000
+ROW_COUNT_MAX = 1_000_000  # of a file: more than are kept
 STYLES = {"yes": "bold red", "unclear": "yellow", "no": "green", "idle": "dim"}
 
 
@@ -34,21 +37,37 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def history(
         since: Annotated[str, typer.Option(help="How far back: 30m, 12h, 3d; a week is kept at most.")] = "12h",
+        output: Annotated[
+            Path | None,
+            typer.Option(
+                help="A new file, .jsonl or .parquet, in place of printing: a row for each sample that is kept, "
+                "against the one before it.",
+                dir_okay=False,
+                show_default=False,
+            ),
+        ] = None,
         url: Url = None,
         json: AsJson = False,
     ) -> None:
         """Show what happened over the last hours or days, and whether lending hurt anybody's users."""
         back_ms = read_since(since)
-        found = with_ports(need_url(url), lambda ports: read(ports, back_ms, JSON_POINT_COUNT if json else POINT_COUNT))
+        if output is not None:
+            check_new(output)
+        count_max = ROW_COUNT_MAX if output is not None else JSON_POINT_COUNT if json else POINT_COUNT
+        found = with_ports(need_url(url), lambda ports: read(ports, back_ms, count_max))
+        if output is not None and found:
+            tell_written(output, "row", write_rows(output, map(row_of, found), row_columns()), json)
+            return
         verdicts = lending_verdicts(found)
-        if json:
+        if json and output is None:
             show_json({"points": [asdict(each) for each in found], "lending": [asdict(each) for each in verdicts]})
         elif found:
             Console().print(draw(found, verdicts), highlight=False)
         else:
+            unwritten = "" if output is None else f"{output} is not written: "
             say_nothing(
-                f"nothing is kept of the last {since}: a controller takes a sample a minute, so look again in two "
-                "minutes (`rollfab status` says whether one runs)"
+                f"{unwritten}nothing is kept of the last {since}: a controller takes a sample a minute, so look again "
+                "in two minutes (`rollfab status` says whether one runs)"
             )
 
 

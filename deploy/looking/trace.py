@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -15,15 +16,18 @@ from rich.text import Text
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.records import RunConfig
 from ...fabric.contract.text import cleaned, counted
-from ...fabric.inspect.trace import Piece, TrajectoryRow, TrajectoryView, progress_row, row_of, view_of
+from ...fabric.inspect.trace import Piece, TrajectoryRow, TrajectoryView, kept_group, progress_row, row_of, view_of
 from ...fabric.model.shown_tokens import load_shown
 from ...fabric.opened import RedisFabric
-from ...fabric.ports.reading import Counts, GroupState, SeenTrajectory
+from ...fabric.ports.reading import Counts, GroupState, SeenGroup, SeenTrajectory
 from ...fabric.rules.queue.push import no_such_run
-from ..cli.options import AsJson, Url, need_url, with_ports
-from ..cli.printing import Console, show_json
+from ...trainer.files import check_new, write_groups
+from ..cli.options import AsJson, Url, find_run, need_url, with_ports
+from ..cli.printing import Console, show_json, tell_written
 from ..cli.speech import say_nothing
 
+LISTED_COUNT = 20
+PAGE_COUNT = 16  # groups read at once
 NEXT = {
     "open": "no trajectory is under way: `rollfab status` says why the runs move or not",
     "waiting": "no complete group waits for a trainer",
@@ -56,23 +60,72 @@ def register(app: typer.Typer) -> None:
             Literal["open", "waiting", "finished"],
             typer.Option(help="List those under way; those that wait for a trainer; or those kept of the past."),
         ] = "open",
-        count: Annotated[int, typer.Option(help="Trajectories listed of a run, at most.", min=1, max=1000)] = 20,
+        count: Annotated[
+            int | None,
+            typer.Option(
+                help="Trajectories listed of a run, at most (20); of --output: the newest groups (all).",
+                min=1,
+                max=1000,
+                show_default=False,
+            ),
+        ] = None,
+        output: Annotated[
+            Path | None,
+            typer.Option(
+                help="Of --state finished: a new file, .jsonl or .parquet, of the groups that are kept of one run, in "
+                "place of printing; as `rollfab consume --output` writes them.",
+                dir_okay=False,
+                show_default=False,
+            ),
+        ] = None,
         url: Url = None,
         json: AsJson = False,
     ) -> None:
         """Show which trajectories hold up a step and where they are; or one in full, turn by turn."""
         address = need_url(url)
+        if output is not None:
+            _write(address, output, None if trajectory is not None else state, run, count, json)
+            return
         if trajectory is not None:
             view = with_ports(address, lambda ports: find(ports, trajectory, run))
             show_json(asdict(view)) if json else Console().print(draw(view), highlight=False)
             return
-        found = with_ports(address, lambda ports: listed(ports, run, state, count))
+        found = with_ports(address, lambda ports: listed(ports, run, state, count or LISTED_COUNT))
         if json:
             show_json([asdict(each) for each in found])
         elif any(each.rows for each in found):
             Console().print(Group(*(part for each in found for part in _list(each, state))), highlight=False)
         else:
             say_nothing(NEXT[state])
+
+
+def _write(url: str, output: Path, state: GroupState | None, run: str | None, count: int | None, json: bool) -> None:
+    """Write the kept groups of one run to a file. state: None, where one trajectory was asked for."""
+    if state != "finished":
+        raise InputError(
+            "--output writes whole groups that were consumed and are kept: add --state finished and name no trajectory "
+            "(`rollfab consume --peek --output FILE` writes those that wait, `rollfab trace ID --json` prints one)"
+        )
+    check_new(output)
+    groups = with_ports(url, lambda ports: kept(ports, run, count))
+    if groups:
+        tell_written(output, "group", write_groups(output, map(kept_group, groups)), json, "; they are still kept")
+    else:
+        say_nothing(f"{output} is not written: {NEXT['finished']}")
+
+
+async def kept(ports: RedisFabric, run_id: str | None, count: int | None) -> list[SeenGroup]:
+    """Return the kept groups of one run, the newest first; None: all, which is no more than its kept_bytes_max.
+
+    Raises:
+        RunUnknown, ConfigError: as find_run.
+    """
+    reader = ports.reading(await find_run(ports, run_id))
+    found, cursor = await reader.groups("finished", PAGE_COUNT, "")
+    while cursor and (count is None or len(found) < count):
+        page, cursor = await reader.groups("finished", PAGE_COUNT, cursor)
+        found += page
+    return found[:count]
 
 
 async def _runs(ports: RedisFabric, run_id: str | None) -> list[RunConfig]:

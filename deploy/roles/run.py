@@ -26,6 +26,7 @@ from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.host.helpers import Helpers, end_all
+from ...fabric.host.memory import HeldMemory, resident_bytes
 from ...fabric.model.presets import FoundModel, find_model
 from ...fabric.opened import RedisFabric
 from ...fabric.tracing.export import open_spans
@@ -284,6 +285,7 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
     from ...workers.rollout.weight_sources import weights_for
     from ...workers.rollout.worker import RolloutWorker
     from ...workers.serving.wiring import announce
+    from ..doctor.gpu import device_bytes
 
     worker_id, engine, serving = _named(options, options.role), options.engine, options.serving
     options.check()
@@ -311,6 +313,8 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
             weights = await stack.enter_async_context(
                 weights_for(ports.weights, worker_id, options.url, options.supply)
             )
+            held = HeldMemory(SystemClock(), device_bytes)
+            await stack.enter_async_context(Helpers(held.follow()))
             worker = RolloutWorker(
                 ports,
                 made,
@@ -320,6 +324,7 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
                 guard=guard,
                 memory=sharing.memory if sharing is not None else None,
                 spans=spans,
+                held=held,
             )
             if sharing is not None:
                 await stack.enter_async_context(sharing.following(worker.keeper, worker_id, ports.board))
@@ -519,7 +524,9 @@ def _named(options: RoleOptions, kind: str) -> str:
 
 
 def _info(worker_id: str, role: str) -> WorkerInfo:
-    return WorkerInfo(worker_id=worker_id, role=role, pid=os.getpid(), host=socket.gethostname())
+    return WorkerInfo(
+        worker_id=worker_id, role=role, pid=os.getpid(), host=socket.gethostname(), resident_bytes=resident_bytes()
+    )
 
 
 @contextlib.asynccontextmanager

@@ -466,6 +466,8 @@ class WorkerInfo(Record):
         "slot_count": (0, SLOT_COUNT_MAX),
         "running_count": (0, SLOT_COUNT_MAX),
         "headroom_fraction": (-WHOLE_MAX, 1),  # below 0: beyond the objective
+        "step_error_fraction_p50": (0, WHOLE_MAX),
+        "step_error_fraction_p95": (0, WHOLE_MAX),
     }
 
     worker_id: str
@@ -528,6 +530,15 @@ class WorkerInfo(Record):
     """What it needs before it can take a turn, though it is well: a lease, or weights of a run."""
     cannot: list[str] = field(default_factory=list)
     """Fields of sampling that its engine cannot do: it refuses turns that ask for them."""
+    resident_bytes: int | None = None
+    """RAM that its process holds; of rollout workers, with the processes that it started. Null: not told."""
+    device_bytes: int | None = None
+    """Device memory that these hold; null: none, or nobody tells."""
+    step_error_fraction_p50: float | None = None
+    """Half of the serving steps that its guard predicted of late were off by at most this, as a part of the prediction;
+    null: it has no guard, or no step was measured without rollouts beside it."""
+    step_error_fraction_p95: float | None = None
+    """95 of 100 were off by at most this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

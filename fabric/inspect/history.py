@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal, get_type_hints
 
 from ..contract.lease_plan import RunSample, Sample, ServingSample
 from ..contract.records import WorkerInfo
@@ -209,6 +209,25 @@ def _grown(before: int, after: int) -> int:
 
 def _rate(before: int, after: int, span_s: float) -> float:
     return round(_grown(before, after) / span_s, 3)
+
+
+# ---------------------------------------------------------------- in files
+
+
+def row_of(point: HistoryPoint) -> dict[str, Any]:
+    """Return a point as a row of a file: its runs and serving workers are lists, each with its name."""
+    row = asdict(point)
+    row["runs"] = [{"run_id": name, **each} for name, each in row["runs"].items()]
+    row["serving"] = [{"worker_id": name, **each} for name, each in row["serving"].items()]
+    return row
+
+
+def row_columns() -> dict[str, Any]:
+    """Return the types of a row's columns by name; of a list of rows, those of its own."""
+    return get_type_hints(HistoryPoint) | {
+        "runs": {"run_id": str, **get_type_hints(RunPoint)},
+        "serving": {"worker_id": str, **get_type_hints(ServingPoint)},
+    }
 
 
 # ---------------------------------------------------------------- did lending hurt?

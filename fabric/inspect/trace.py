@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..contract.records import Float32, Int32, Rollout, Span, UInt8
+from ..contract.records import Failure, Float32, Group, Int32, Rollout, Span, UInt8
 from ..model.tokenizer import Tokenizer
 from ..ports.reading import Progress, SeenGroup, SeenTrajectory
 
@@ -24,6 +24,7 @@ PLACES = {
     "waiting": "its group waits for the trainer",
     "finished": "consumed by the trainer",
 }
+LETTER_GONE = "its dead letter is gone"
 HALF = "�"  # what decoding makes of a part of a character
 CHARACTER_TOKENS_MAX = 8
 
@@ -147,6 +148,28 @@ def group_row(group: SeenGroup) -> GroupRow:
     names = [f"{group.group_id}.{index}" for index in range(group.size)]
     kept = {each.name: getattr(group, each.name) for each in fields(GroupRow) if each.name != "trajectories"}
     return GroupRow(**kept, trajectories=[row_of(group, name) for name in names])
+
+
+def kept_group(seen: SeenGroup) -> Group:
+    """Return a kept group as its trainer received it.
+
+    A failed trajectory whose dead letter is gone cannot be told from a cancelled one, where the group has both: it is
+    among the cancelled then.
+    """
+    names = [f"{seen.group_id}.{index}" for index in range(seen.size)]
+    reasons = {name: letter.reason for name, letter in seen.letters.items()}
+    rest = [name for name in names if name not in seen.rollouts and name not in seen.unread and name not in reasons]
+    if len(rest) <= seen.failed_count - len(reasons):
+        reasons |= dict.fromkeys(rest, LETTER_GONE)
+    reasons |= seen.unread
+    return Group(
+        group_id=seen.group_id,
+        task_id=seen.task_id,
+        rollouts=tuple(seen.rollouts[name] for name in names if name in seen.rollouts),
+        failures=tuple(Failure(name, reasons[name]) for name in names if name in reasons),
+        cancelled=tuple(name for name in rest if name not in reasons),
+        ended_by=seen.ended_by or "all",
+    )
 
 
 def row_of(group: SeenGroup, trajectory_id: str) -> TrajectoryRow:

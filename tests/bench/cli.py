@@ -25,11 +25,17 @@ def queue(quick: Quick = False, json: AsJson = False, url: Annotated[str | None,
 
 
 @app.command("overhead")
-def overhead(quick: Quick = False, json: AsJson = False) -> None:
-    """Tokens per second through the whole fabric, over the same engine fed directly."""
+def overhead(
+    quick: Quick = False,
+    json: AsJson = False,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="With OpenTelemetry traces of every group, over the same without.")
+    ] = False,
+) -> None:
+    """Tokens per second through the whole fabric, over the same engine fed directly; or with traces, over without."""
     from .overhead.main import bench_overhead
 
-    raise typer.Exit(bench_overhead(quick=quick, json_output=json))
+    raise typer.Exit(bench_overhead(quick=quick, json_output=json, traces=traces))
 
 
 @app.command("affinity")

@@ -176,12 +176,17 @@ async def test_what_a_guard_does_and_what_sharing_costs_and_gives_is_on_the_page
 
 
 async def test_a_worker_s_engine_and_its_sleep_are_on_the_page(api: ApiWorld, browser: Browser) -> None:
-    await api.beat("serving-1", "serving", state="asleep", engine="vllm 0.32.0", wake_ms=1500, prefix_hit_fraction=0.25)
+    facts = {"resident_bytes": 3 << 29, "device_bytes": 5 << 30, "slot_count": 4}
+    facts |= {"guard_state": "open", "step_error_fraction_p50": 0.06, "step_error_fraction_p95": 0.2}
+    facts |= {"wake_ms": 1500, "prefix_hit_fraction": 0.25}
+    await api.beat("serving-1", "serving", state="asleep", engine="vllm 0.32.0", **facts)
     page = await browser.open(f"{api.url}workers")
     await page.wait_text(f"{WORKER} [data-f=engine]", "vllm 0.32.0")
     await page.wait_text(f"{WORKER} [data-f=state]", "asleep")
     await page.wait_text(f"{WORKER} [data-f=rest]", "woke in 1.5 s")
     await page.wait_text(f"{WORKER} [data-f=hits]", "25 % cached")
+    await page.wait_text(f"{WORKER} [data-f=memory]", "1.6 GB + 5.4 GB device")
+    await page.wait_text(f"{WORKER} [data-f=step_error]", "steps off by 6.0 %, P95 20 %")
     await api.beat("serving-1", "serving", engine="transformers 5", sleep_note="a CPU")
     await page.wait_text(f"{WORKER} [data-f=rest]", "cannot sleep")
     assert page.complaints() == []

@@ -183,7 +183,9 @@ RECORDS: tuple[Record, ...] = (
     DeadLetter(
         trajectory_id="g.0", run_id="r", worker_id="a", reason="x", traceback="", attempt=0, job=dataclasses.asdict(JOB)
     ),
-    WorkerInfo(worker_id="w", role="serving", pid=1, host="box", environments=["e"], headroom_fraction=0.5),
+    WorkerInfo(
+        worker_id="w", role="serving", pid=1, host="box", environments=["e"], headroom_fraction=0.5, resident_bytes=1
+    ),
     Agreement(
         policy_version=7,
         rule=AlarmRule(name="float32", difference_mean_limit=1e-4),

@@ -24,6 +24,7 @@ from ...fabric.contract.errors import BrokerError, WireError
 from ...fabric.contract.ids import new_process_id
 from ...fabric.contract.limits import SNAPSHOTS_BYTES_MAX
 from ...fabric.contract.records import WorkerInfo
+from ...fabric.host.memory import resident_bytes
 from ...fabric.ports.queue import Fabric
 from ...fabric.ports.sessions import REMOTE
 from ...fabric.rules.queue.timings import Timings
@@ -139,6 +140,7 @@ class AgentWorker:
             running_count=self.running_count,
             environments=self._parts.registry.offered(),
             error=self._tokenizers.error,
+            resident_bytes=resident_bytes(),
         )
 
     @property

@@ -35,6 +35,7 @@ from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.limits import MIB
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.host.helpers import Helpers
+from ...fabric.host.memory import resident_bytes
 from ...fabric.ports.queue import Fabric
 from .scoring import Scoring
 
@@ -311,6 +312,7 @@ class RewardWorker:
         while True:
             scoring = self._scoring
             facts = {"rewards": scoring.offered, "running_count": scoring.running_count, "error": scoring.error}
+            facts["resident_bytes"] = resident_bytes()
             try:
                 await self._fabric.board.heartbeat(dataclasses.replace(self._info, **facts))  # type: ignore[arg-type]
                 await self._fabric.board.add_timings(self._info, scoring.timings)

@@ -12,11 +12,13 @@ import math
 import os
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...fabric.contract.clock import Clock
+from ...fabric.contract.fields import WHOLE_MAX
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.contract.sharing import GuardView
+from ...fabric.host.memory import HeldMemory, resident_bytes
 from ..engines.base import Engine, EngineStats
 from .config import RolloutConfig
 from .engine_sleep import Readiness
@@ -42,11 +44,13 @@ class WorkerReport:
         *,
         readiness: Readiness,
         guard: Guarded | None = None,
+        held: HeldMemory | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
         self._readiness = readiness
         self._guard = guard
+        self._held = held
         self._hits = PrefixHits(clock)
         self._pace = TokenPace(clock)
 
@@ -99,7 +103,6 @@ class WorkerReport:
             run_id=run_id,
             active_version=active_version,
             token_count=stats.token_count,
-            headroom_fraction=view.headroom_fraction if view else None,
             state=state,
             error=error,
             engine=self._engine.name,
@@ -114,12 +117,15 @@ class WorkerReport:
             payload_bytes=commit.payload_bytes if commit is not None else None,
             weights_note=(behind if error is None else None) or (receiver.note if receiver is not None else None),
             pool=self._config.pool,
-            guard_state=_guard_state(view) if view else None,
-            guard_reason=view.reason if view else None,
-            open_fraction=view.open_fraction if view else None,
-            probe=view.probe if view else None,
             tokens_per_s=self._pace.look(stats.token_count, running_count),
+            **(_guard_facts(view) if view else {}),
+            **self._memory(),
         )
+
+    def _memory(self) -> dict[str, Any]:
+        if self._held is None:
+            return {"resident_bytes": resident_bytes()}
+        return {"resident_bytes": self._held.resident_bytes, "device_bytes": self._held.device_bytes}
 
 
 def _waited_for(state: str, run_id: str | None, active_version: int, readiness: Readiness) -> str | None:
@@ -129,6 +135,22 @@ def _waited_for(state: str, run_id: str | None, active_version: int, readiness: 
     if state == "loading" and not readiness.is_awake:
         return "its engine to wake"
     return "a lease" if run_id is None else f"weights of run {run_id}"
+
+
+def _guard_facts(view: GuardView) -> dict[str, Any]:
+    return {
+        "headroom_fraction": view.headroom_fraction,
+        "guard_state": _guard_state(view),
+        "guard_reason": view.reason,
+        "open_fraction": view.open_fraction,
+        "probe": view.probe,
+        "step_error_fraction_p50": _rounded(view.step_error_p50),
+        "step_error_fraction_p95": _rounded(view.step_error_p95),
+    }
+
+
+def _rounded(error: float | None) -> float | None:
+    return None if error is None else round(min(error, WHOLE_MAX), 4)
 
 
 def _guard_state(view: GuardView) -> str:

@@ -32,6 +32,7 @@ from ...fabric.contract.errors import BrokerError, FabricError, WireError
 from ...fabric.contract.ids import new_process_id
 from ...fabric.contract.records import RunConfig, WorkerInfo
 from ...fabric.host.helpers import Helpers
+from ...fabric.host.memory import HeldMemory
 from ...fabric.ports.queue import Fabric, TurnQueue
 from ...fabric.rules.queue.engine_watch import StallRule
 from ...fabric.rules.queue.retries import is_stale
@@ -63,6 +64,7 @@ class RolloutWorker:
         guard: Guarded | None = None,
         memory: GivesBack | None = None,
         spans: Spans | None = None,
+        held: HeldMemory | None = None,
     ) -> None:
         """Make a worker.
 
@@ -71,6 +73,7 @@ class RolloutWorker:
             guard: if the engine shares its device with a serving engine: how much it may do now.
             memory: in the same case: the engine's KV memory, which the serving engine can have while nothing is lent.
             spans: takes those of turns that are traced.
+            held: the memory of its processes, which somebody follows; None: its own process alone is looked at.
         """
         self._fabric = fabric
         self._config = config
@@ -93,7 +96,7 @@ class RolloutWorker:
         self._readiness = Readiness(
             engine, clock, sleep_after_s=config.sleep_after_s, memory=memory, changed=self._note_readiness
         )
-        self._report = WorkerReport(engine, config, clock, readiness=self._readiness, guard=guard)
+        self._report = WorkerReport(engine, config, clock, readiness=self._readiness, guard=guard, held=held)
         self._run: RunConfig | None = None
         self._turns: TurnQueue | None = None
         self._receiver: WeightReceiver | None = None

@@ -6,7 +6,7 @@ import { ask, at, runHref } from "../client.js";
 import { meter } from "../parts/bits.js";
 import { Reading } from "../parts/live.js";
 import { holds, sieve, table } from "../parts/table.js";
-import { age, count, milliseconds, percent, rate } from "../parts/words.js";
+import { age, bytes, count, milliseconds, percent, rate } from "../parts/words.js";
 import { blamedWorkers } from "./agreement.js";
 
 const GENERATING = ["dedicated", "serving"];
@@ -85,8 +85,8 @@ export function workers(page) {
 
 /** Of a row in a long table: as much as a worker of its role has to say. */
 function heightOf(worker, isNarrow) {
-  if (isNarrow) return worker.lend_terms ? 470 : GENERATING.includes(worker.role) ? 300 : 190;
-  return worker.lend_terms ? 112 : 84;
+  if (isNarrow) return worker.lend_terms ? 510 : GENERATING.includes(worker.role) ? 320 : 210;
+  return worker.lend_terms ? 120 : 84;
 }
 
 export const lendAll = (status) =>
@@ -197,6 +197,12 @@ function stateCell(worker, blamed) {
 const slotsCell = (worker) => [
   h("span.num", { f: "slots" }, worker.slot_count ? `${worker.running_count}/${worker.slot_count}` : "–"),
   worker.slot_count > 0 && meter(worker.running_count / worker.slot_count),
+  worker.resident_bytes !== null &&
+    h(
+      "small",
+      { f: "memory", title: "RAM, and memory of its device, that its processes hold" },
+      bytes(worker.resident_bytes) + (worker.device_bytes !== null ? ` + ${bytes(worker.device_bytes)} device` : ""),
+    ),
 ];
 
 /** A worker's version: how far behind its run's head, and what the last change took. */
@@ -221,6 +227,12 @@ export const guardCell = (worker) => [
     h("small", { f: "guard" }, [worker.guard_state, worker.guard_reason].filter(Boolean).join(": ")),
   worker.open_fraction !== null &&
     h("small", { f: "open" }, `open ${percent(worker.open_fraction)}${worker.probe ? ` · by ${worker.probe}` : ""}`),
+  worker.step_error_fraction_p50 !== null &&
+    h(
+      "small",
+      { f: "step_error", title: "Serving's steps against the guard's predictions: half are off by less, 95 of 100 too" },
+      `steps off by ${percent(worker.step_error_fraction_p50)}, P95 ${percent(worker.step_error_fraction_p95)}`,
+    ),
 ];
 
 export function leaseText(lease) {

@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +29,7 @@ from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import EnvironmentUnknown, FabricError
 from rollfab.fabric.contract.records import Group, Int32, Sampling
 from rollfab.fabric.model.tokenizer import CharTokenizer
+from rollfab.fabric.tracing.export import COLLECTOR
 from rollfab.trainer.client import Fabric, Run, connect
 from rollfab.workers.engines.base import GenerationRequest
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
@@ -145,11 +147,7 @@ class EngineAlone:
 
 
 class WholeFabric:
-    """The engine in a worker process, reached through everything.
-
-    engine: words for `rollfab worker`, which come last. run_options: settings of the run. Of several workers, each
-    computes on one core.
-    """
+    """The engine in a worker process, reached through everything."""
 
     def __init__(
         self,
@@ -159,12 +157,26 @@ class WholeFabric:
         *,
         worker_count: int = 1,
         run_options: Mapping[str, Any] = MappingProxyType({}),
+        collector: str = "",
+        settle_s: float = 0,
     ) -> None:
+        """Make it, not started.
+
+        Args:
+            engine: words for `rollfab worker`, which come last.
+            worker_count: of several, each computes on one core.
+            run_options: settings of the run.
+            collector: takes the traces of all roles; "": there are none.
+            settle_s: how long a round waits when its time was taken, so that what it left to do is in its CPU seconds,
+                and not in the next arm's.
+        """
         self._workload = workload
         self._weights = weights
         self._engine = engine
         self._worker_count = worker_count
         self._run_options = run_options
+        self._collector = collector
+        self._settle_s = settle_s
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -173,7 +185,8 @@ class WholeFabric:
             self._broker = self._stack.enter_context(EmbeddedBroker.start(directory / "broker"))
             self._supervisor = self._stack.enter_context(Supervisor(directory / "logs"))
             self._start_roles()
-            fabric = self._stack.enter_context(connect(self._broker.url))
+            with _variable(COLLECTOR, self._collector):
+                fabric = self._stack.enter_context(connect(self._broker.url))
             self._run = self._open_run(fabric)
             self._run.publish(self._weights, version=0)
         except BaseException:
@@ -187,7 +200,7 @@ class WholeFabric:
     def _start_roles(self) -> None:
         workload, count = self._workload, str(self._workload.trajectory_count)
         engine = ["--slots", str(SLOT_COUNT), "--context", str(CONTEXT_TOKENS), "--seed", str(SEED), *self._engine]
-        place = {"ROLLFAB_URL": self._broker.url}
+        place = {"ROLLFAB_URL": self._broker.url, COLLECTOR: self._collector}
         for role, words in {
             "controller": [],
             "agent": ["--environment", METRONOME, "--count", count],
@@ -236,6 +249,7 @@ class WholeFabric:
         cpu_s, start_s = self._cpu_s(), time.perf_counter()
         groups = self.ask(self._workload.tasks())
         duration_s = time.perf_counter() - start_s
+        time.sleep(self._settle_s)
         used_s = {name: used - cpu_s[name] for name, used in self._cpu_s().items()}
         count = count_tokens(groups, self._workload)
         return Round(duration_s=duration_s, token_count=count, cpu_s=used_s, groups=groups)
@@ -258,6 +272,20 @@ class WholeFabric:
         pids = {name: child.pid for name, child in self._supervisor.children.items()}
         found = {name: process_cpu_s(pid) for name, pid in {**pids, "broker": self._broker.pid}.items() if pid}
         return {**found, "trainer": time.process_time()}
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Have a variable of this process' environment at a value, for as long as the block runs."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def count_tokens(groups: Sequence[Group], workload: Workload) -> int:

@@ -4,6 +4,8 @@
   what is reported is the median of these, with the lowest and the highest.
 - The headline is the shape that agents have: turns of some dozen tokens. One token per turn is the worst case there
   is, all overhead and hardly any generation; it is reported as it is.
+- With --traces the arms are the whole fabric without and with traces of every group, sent to a collector that throws
+  them away; what is left to send when a round's time was taken is in its CPU time.
 - What the fabric costs is also counted in CPU time per turn, by process, which other load on the machine moves less.
 """
 
@@ -14,9 +16,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollfab.deploy.replay.figures import Report, number, show
+from rollfab.fabric.contract.errors import FabricError
 from tests.bench.measure import Figure, alternate, run_bench
 
 from .arms import CONTEXT_TOKENS, GROUP_SIZE, SLOT_COUNT, EngineAlone, Round, WholeFabric, Workload
+from .collector import Collector
 
 # With 64 slots a step of the tiny preset takes 10 to 30 ms on a CPU core, as one of some billion parameters does on a
 # GPU. A step of the small preset takes ten times longer with these contexts, which would hide the fabric.
@@ -44,6 +48,9 @@ SMALL = Workload(
 )
 
 
+SETTLE_S = 2.0  # spans are sent a second apart
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is measured. The first workload is the headline."""
@@ -62,8 +69,10 @@ QUICK = Settings(
 )
 
 
-def bench_overhead(*, quick: bool, json_output: bool) -> int:
+def bench_overhead(*, quick: bool, json_output: bool, traces: bool = False) -> int:
     """Measure and print; returns the exit code: 1 when an arm did not do its work."""
+    if traces:
+        return run_bench(lambda: measure_traces(QUICK if quick else FULL), _print_traces, json_output=json_output)
     return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
 
 
@@ -105,14 +114,57 @@ def _measure(workload: Workload, round_count: int) -> dict[str, Any]:
     return row(workload, rounds["engine_alone"], rounds["fabric"])
 
 
-def row(workload: Workload, alone: list[Round], fabric: list[Round]) -> dict[str, Any]:
-    """The figures of one workload from the rounds of its arms, which are neighbours pair by pair."""
+def measure_traces(settings: Settings) -> Report:
+    """Measure the fabric without and with traces, by the headline and the shortest turns.
+
+    Raises:
+        FabricError: as `measure`, or no traces came from the arm that sends them.
+    """
+    shortest = min(settings.workloads, key=lambda each: each.completion_tokens)
+    workloads = tuple(dict.fromkeys((settings.workloads[0], shortest)))
+    rows = [_measure_traces(workload, settings.round_count) for workload in workloads]
+    return Report(
+        name="overhead of traces",
+        params={"slot_count": SLOT_COUNT, "group_size": GROUP_SIZE, "settings": asdict(settings)},
+        results={"rows": rows},
+        baselines={"without traces": rows[0]["without"]},
+        ratio={
+            "without_traces": rows[0]["ratio"],
+            "without_traces_spread": rows[0]["ratio_spread"],
+            "by_workload": {each["name"]: each["ratio"] for each in rows},
+        },
+    )
+
+
+def _measure_traces(workload: Workload, round_count: int) -> dict[str, Any]:
+    with EngineAlone(workload) as engine:
+        weights = {name: array.copy() for name, array in engine.weights().items()}
+    with (
+        Collector() as collector,
+        WholeFabric(workload, weights, settle_s=SETTLE_S) as without,
+        WholeFabric(workload, weights, settle_s=SETTLE_S, collector=collector.url) as traced,
+    ):
+        arms = {"without": without.round, "traced": traced.round}
+        alternate(arms, 1)
+        before_count = collector.byte_count
+        rounds = alternate(arms, round_count)
+        byte_count = collector.byte_count - before_count
+    if not byte_count:
+        raise FabricError("no traces came from the arm that sends them: pip install 'rollfab[otel]', and try again")
+    found = row(workload, rounds["without"], rounds["traced"], names=("without", "traced"))
+    return {**found, "trace_bytes_per_turn": byte_count / (round_count * workload.turns)}
+
+
+def row(
+    workload: Workload, alone: list[Round], fabric: list[Round], names: tuple[str, str] = ("engine_alone", "fabric")
+) -> dict[str, Any]:
+    """The figures of one workload from the rounds of its arms (`names`), which are neighbours pair by pair."""
     rates = [Figure(tuple(each.token_count / each.duration_s for each in arm)) for arm in (alone, fabric)]
     ratio = Figure(tuple(ours / theirs for theirs, ours in zip(rates[0].rounds, rates[1].rounds, strict=True)))
     return {
         "name": workload.name,
-        "engine_alone": _arm(workload, rates[0], alone),
-        "fabric": _arm(workload, rates[1], fabric),
+        names[0]: _arm(workload, rates[0], alone),
+        names[1]: _arm(workload, rates[1], fabric),
         "ratio": ratio.median,
         "ratio_spread": ratio.spread,
     }
@@ -150,3 +202,19 @@ def _print_table(report: Report) -> None:
         notes.append(f"{each['name']}: CPU ms per turn {shares}; engine alone {alone['cpu_ms_per_turn']['engine']:.2f}")
     columns = ["", "engine alone, tokens/s", "fabric, tokens/s", "turns/s", "fabric ÷ engine alone"]
     show("rollfab bench overhead", columns, rows, [*notes, f"machine: {found['machine']}"])
+
+
+def _print_traces(report: Report) -> None:
+    found = json.loads(report.json())
+    rows, notes = [], []
+    for each in found["results"]["rows"]:
+        low, high = each["ratio_spread"]
+        rates = [number(each[arm]["tokens_per_s"]) for arm in ("without", "traced")]
+        rows.append([each["name"], *rates, f"{each['ratio']:.2f}  ({low:.2f} to {high:.2f})"])
+        costs = [sum(each[arm]["cpu_ms_per_turn"].values()) for arm in ("without", "traced")]
+        notes.append(
+            f"{each['name']}: CPU ms per turn, all processes, {costs[0]:.2f} without and {costs[1]:.2f} with traces; "
+            f"{each['trace_bytes_per_turn']:,.0f} bytes of traces a turn"
+        )
+    columns = ["", "without traces, tokens/s", "with, tokens/s", "with ÷ without"]
+    show("rollfab bench overhead --traces", columns, rows, [*notes, f"machine: {found['machine']}"])

@@ -126,13 +126,16 @@ async def test_workers_show_their_lease_their_switch_and_their_age(api: ApiWorld
 
 async def test_workers_show_their_engine_and_its_sleep(api: ApiWorld) -> None:
     await api.beat("serving-1", "serving", state="asleep", engine="vllm 0.32.0", wake_ms=1500, sleep_ms=300)
-    await api.beat("dedicated-1", "dedicated", engine="transformers 5", prefix_hit_fraction=0.25, sleep_note="a CPU")
+    held = {"resident_bytes": 2 << 30, "device_bytes": 5 << 30}
+    await api.beat(
+        "dedicated-1", "dedicated", engine="transformers 5", prefix_hit_fraction=0.25, sleep_note="a CPU", **held
+    )
 
-    names = ("state", "engine", "prefix_hit_fraction", "wake_ms", "sleep_ms", "sleep_note")
+    names = ("state", "engine", "prefix_hit_fraction", "wake_ms", "sleep_ms", "sleep_note", *held)
     rows = [[each[name] for name in names] for each in (await api.json("v1/workers"))["workers"]]
     assert rows == [
-        ["ready", "transformers 5", 0.25, None, None, "a CPU"],
-        ["asleep", "vllm 0.32.0", None, 1500, 300, None],
+        ["ready", "transformers 5", 0.25, None, None, "a CPU", 2 << 30, 5 << 30],
+        ["asleep", "vllm 0.32.0", None, 1500, 300, None, None, None],
     ]
     text = (await api.http.get("metrics")).text
     for line in (
@@ -140,6 +143,8 @@ async def test_workers_show_their_engine_and_its_sleep(api: ApiWorld) -> None:
         'rollfab_wake_seconds_max{role="serving"} 1.5',
         'rollfab_sleep_seconds_max{role="serving"} 0.3',
         'rollfab_prefix_hit_ratio_min{role="dedicated"} 0.25',
+        'rollfab_resident_bytes_max{role="dedicated"} 2.147483648e+09',
+        'rollfab_device_bytes_max{role="dedicated"} 5.36870912e+09',
     ):
         assert line in text.splitlines()
     assert 'rollfab_wake_seconds_max{role="dedicated"}' not in text
@@ -522,7 +527,8 @@ async def test_the_report_the_plan_and_the_metrics_say_what_lending_costs_and_gi
     assert (await api.json("v1/plan"))["plan"] is None
     assert (await api.json("v1/sharing"))["totals"]["shared_attained_fraction"] is None
     guard = {"guard_state": "shut", "guard_reason": "a burst", "open_fraction": 0.25, "probe": "vllm"}
-    await api.beat("serving-1", "serving", slot_count=8, **guard)
+    errors = {"step_error_fraction_p50": 0.0625, "step_error_fraction_p95": 0.25}
+    await api.beat("serving-1", "serving", slot_count=8, **guard, **errors)
     alone = {"request_count": 10, "ttft_ms_p99": 40.0, "tpot_ms_p99": 10.0, "attained_fraction": 1.0}
     shared = {"request_count": 30, "ttft_ms_p99": 42.0, "tpot_ms_p99": 11.0, "attained_fraction": 0.9}
     report = SharingReport(worker_id="serving-1", alone=alone, shared=shared, violation_count=3, token_count=77)
@@ -542,6 +548,8 @@ async def test_the_report_the_plan_and_the_metrics_say_what_lending_costs_and_gi
         'rollfab_lend_workers{state="observe"} 1.0',
         'rollfab_guard_workers{state="shut"} 1.0',
         'rollfab_guard_open_ratio{kind="min"} 0.25',
+        'rollfab_guard_step_error_ratio_max{kind="p50"} 0.0625',
+        'rollfab_guard_step_error_ratio_max{kind="p95"} 0.25',
         'rollfab_serving_ttft_seconds_p99_max{kind="rollouts"} 0.042',
         'rollfab_serving_tpot_seconds_p99_max{kind="alone"} 0.01',
         "rollfab_shared_requests_violated 3.0",

@@ -9,8 +9,9 @@ import pytest
 
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import Group
+from tests.bench.overhead import main
 from tests.bench.overhead.arms import Round, Workload, count_tokens
-from tests.bench.overhead.main import FULL, QUICK, Settings, measure, row
+from tests.bench.overhead.main import FULL, QUICK, Settings, measure, measure_traces, row
 from tests.bench.worlds import Metronome
 from tests.support.records import new_rollout
 
@@ -84,3 +85,37 @@ def test_a_real_measurement_reports_both_arms() -> None:
     assert report["baselines"]["engine alone"]["tokens_per_s"] == alone > 0
     assert report["ratio"]["engine_alone"] == pytest.approx(fabric / alone)
     assert set(found["fabric"]["cpu_ms_per_turn"]) == {"controller", "agent", "worker", "broker", "trainer"}
+
+
+@pytest.mark.slow
+@pytest.mark.redis
+@pytest.mark.timeout(120)
+def test_a_real_measurement_of_traces_reports_both_arms_and_that_traces_came() -> None:
+    report = json.loads(measure_traces(Settings(workloads=(WORK,), round_count=2)).json())
+    (found,) = report["results"]["rows"]
+    assert found["trace_bytes_per_turn"] > 100
+    low, high = report["ratio"]["without_traces_spread"]
+    assert 0 < low <= report["ratio"]["without_traces"] <= high
+    assert found["without"]["tokens_per_round"] == found["traced"]["tokens_per_round"] == WORK.tokens
+    for arm in ("without", "traced"):
+        assert set(found[arm]["cpu_ms_per_turn"]) == {"controller", "agent", "worker", "broker", "trainer"}
+
+
+def test_an_arm_that_sends_no_traces_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fabric:
+        """Does its work at once, and sends nothing."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            """Take whatever a fabric takes."""
+
+        def __enter__(self) -> Fabric:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def round(self) -> Round:
+            return round_of(1.0)
+
+    monkeypatch.setattr(main, "WholeFabric", Fabric)
+    with pytest.raises(FabricError, match="no traces came from the arm that sends them"):
+        measure_traces(Settings(workloads=(WORK,), round_count=1))

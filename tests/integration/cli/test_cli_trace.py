@@ -1,23 +1,31 @@
-"""`rollfab trace` and `rollfab history`, as a person meets them, on a real broker."""
+"""`rollfab trace` and `rollfab history`, as a person meets them, on a real broker; and the files that they write."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from rollfab.fabric.broker.embedded import EmbeddedBroker
-from rollfab.fabric.contract.lease_plan import Sample, ServingSample
-from rollfab.fabric.contract.records import RunConfig, Span
+from rollfab.fabric.contract.lease_plan import RunSample, Sample, ServingSample
+from rollfab.fabric.contract.records import Failure, RunConfig, Span
+from rollfab.fabric.inspect.trace import kept_group
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import TrajectoryClaim
-from tests.contracts.test_queue import group_of_size
+from rollfab.fabric.ports.reading import SeenGroup
+from rollfab.trainer.files import read_groups
+from tests.contracts.test_queue import group_of_size, letter_of
 from tests.integration.cli.test_cli import rollfab
-from tests.support.records import rollout_of
+from tests.support.records import new_rollout, rollout_of
+from tests.unit.trainer.test_files import bits
 
 RUN = RunConfig(run_id="lake", model="tiny", environment="frozenlake")
 WORKER = "w" * 63
@@ -52,8 +60,9 @@ async def play(fabric: RedisFabric, claim: TrajectoryClaim, said: str, reward: f
 
 
 async def test_what_holds_up_a_step_is_listed_and_one_that_ended_is_told_in_full(
-    fabric: RedisFabric, broker_url: str
+    fabric: RedisFabric, broker_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert "no trajectory is under way" in rollfab("trace", url=broker_url).stderr
     # Given a group of two, of which one is under way and one has ended
     await fabric.rollouts(RUN).push([group_of_size("g1", 2)])
@@ -98,9 +107,8 @@ async def test_what_is_asked_for_wrongly_says_what_to_do(fabric: RedisFabric, br
         assert said.returncode == 2 and "30m, 12h or 3d" in said.stderr, word
 
 
-async def test_history_says_what_happened_and_whether_lending_hurt(fabric: RedisFabric, broker_url: str) -> None:
-    assert "a sample a minute" in rollfab("history", url=broker_url).stderr
-    # Given samples of three minutes, in which a worker lent and was late
+async def add_samples(fabric: RedisFabric) -> None:
+    """Three samples, a minute apart, in which a worker lent and was late."""
     term = await fabric.board.lead("c1", 2_000)
     now_ms = await fabric.board.wall_ms()
     for minute in range(3):
@@ -120,6 +128,15 @@ async def test_history_says_what_happened_and_whether_lending_hurt(fabric: Redis
             ttft_slo_ms=200.0,
             tpot_slo_ms=20.0,
         )
+        run = RunSample(
+            run_id="lake",
+            token_count=6_000 * minute,
+            rollout_count=60 * minute,
+            groups_waiting=minute,
+            dead_count=0,
+            head_version=minute,
+            cause="moves",
+        )
         sample = Sample(
             time_ms=now_ms - (2 - minute) * 60_000,
             token_count=6_000 * minute,
@@ -129,9 +146,19 @@ async def test_history_says_what_happened_and_whether_lending_hurt(fabric: Redis
             worker_count=2,
             running_count=3,
             slot_count=8,
+            runs=(run,),
             serving=(row,),
         )
         assert await fabric.board.add_sample(term, sample)
+
+
+async def test_history_says_what_happened_and_whether_lending_hurt(
+    fabric: RedisFabric, broker_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "a sample a minute" in rollfab("history", url=broker_url).stderr
+    # Given samples of three minutes, in which a worker lent and was late
+    await add_samples(fabric)
     said = rollfab("history", "--since", "1h", url=broker_url)
     assert "tokens/s" in said.stdout and "100 now" in said.stdout
     assert "serving-1  yes: 40 of 200 requests beside rollouts" in " ".join(said.stdout.split("\n"))
@@ -139,3 +166,130 @@ async def test_history_says_what_happened_and_whether_lending_hurt(fabric: Redis
     found = json.loads(rollfab("history", "--json", url=broker_url).stdout)
     assert [point["tokens_per_s"] for point in found["points"]] == [100.0, 100.0]
     assert found["lending"][0]["answer"] == "yes"
+
+
+# ---------------------------------------------------------------- files
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(each.name for each in directory.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+async def test_kept_groups_in_a_file_are_what_the_trainer_received(
+    fabric: RedisFabric, broker_url: str, tmp_path: Path, suffix: str
+) -> None:
+    # Given consumed groups: a whole one; one of which a trajectory failed; one whose quorum left a trajectory behind
+    output = tmp_path / f"kept{suffix}"
+    words = ("trace", "--state", "finished", "--output", str(output))
+    said = rollfab(*words, url=broker_url)
+    assert said.returncode == 0 and "is not written: no consumed group is kept" in said.stderr
+    stream, received = fabric.rollouts(RUN), []
+    for name, quorum in (("whole", 2), ("failed", 2), ("quorum", 1)):
+        await stream.push([replace(group_of_size(name, 2), quorum=quorum)])
+        first, second = await fabric.trajectories(RUN).claim("agent-1", 2)
+        await play(fabric, first, "left", 0.5)
+        if name == "whole":
+            await play(fabric, second, "right", 1.0)
+        if name == "failed":
+            fence, letter = second.fence, letter_of(second)
+            assert await fabric.trajectories(RUN).fail(second.job.trajectory_id, fence, letter, is_final=True) == "dead"
+        (delivery,) = await stream.receive("t", 1, 1.0)
+        assert await stream.acknowledge(delivery)
+        received.append(delivery.group)
+    assert [len(each.failures) for each in received] == [0, 1, 0]
+    assert [len(each.cancelled) for each in received] == [0, 0, 1]
+
+    # When they are written, then they are equal to what was received, arrays to the bit, the newest first
+    said = rollfab(*words, url=broker_url)
+    assert said.stdout == f"3 groups written to {output}; they are still kept\n"
+    assert list(map(bits, read_groups(output))) == list(map(bits, reversed(received)))
+    assert all(each.turn_ms == [3, 40, 41] for group in read_groups(output) for each in group.rollouts)
+
+    # And what is there already stays as it is; the newest alone are written where so many are asked for
+    before = output.read_bytes()
+    said = rollfab(*words, url=broker_url)
+    assert said.returncode == 1 and "is there already: name another file, or move it away" in said.stderr
+    assert output.read_bytes() == before
+    some = tmp_path / f"some{suffix}"
+    said = rollfab(*words[:-1], str(some), "--count", "1", "--json", url=broker_url)
+    assert json.loads(said.stdout) == {"path": str(some), "group_count": 1}
+    assert [each.group_id for each in read_groups(some)] == ["quorum"]
+    assert names_in(tmp_path) == [output.name, some.name]
+
+
+def test_a_failed_trajectory_whose_letter_is_gone_is_told_from_a_cancelled_one_only_where_it_can_be() -> None:
+    seen = SeenGroup(
+        group_id="g",
+        state="finished",
+        task_id="t",
+        task={},
+        size=3,
+        quorum=1,
+        completed_count=1,
+        failed_count=2,
+        rollouts={"g.0": new_rollout()},
+    )
+    lost = kept_group(seen)
+    assert [each.trajectory_id for each in lost.failures] == ["g.1", "g.2"] and not lost.cancelled
+    mixed = kept_group(replace(seen, failed_count=1))
+    assert mixed.cancelled == ("g.1", "g.2") and not mixed.failures
+    bad = kept_group(replace(seen, failed_count=0, unread={"g.1": "torn"}))
+    assert bad.failures == (Failure("g.1", "torn"),) and bad.cancelled == ("g.2",)
+
+
+@pytest.mark.parametrize("words", ["history", "trace --state finished --run lake"])
+def test_a_file_that_cannot_be_written_is_refused_in_one_line_before_the_broker_is_asked(
+    tmp_path: Path, words: str
+) -> None:
+    def refused(name: str) -> str:
+        said = rollfab(*words.split(), "--output", str(tmp_path / name), url="redis://127.0.0.1:1")
+        assert said.returncode and said.stdout == "" and len(said.stderr.splitlines()) == 1, said.stderr
+        return said.stderr
+
+    assert "x.csv ends in .csv: name it .jsonl or .parquet" in refused("x.csv")
+    assert "none/x.jsonl is not there: make it first" in refused("none/x.jsonl")
+    (tmp_path / "x.parquet").touch()
+    assert "x.parquet is there already: name another file, or move it away" in refused("x.parquet")
+    (tmp_path / "pyarrow.py").write_text("raise ImportError")
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from rollfab.deploy.main import main; main()"
+    shadowed = [sys.executable, "-c", code, str(tmp_path), *words.split(), "--output", str(tmp_path / "y.parquet")]
+    said = subprocess.run(
+        [*shadowed, "--url", "redis://127.0.0.1:1"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert said.returncode == 2 and "pip install 'rollfab[parquet]', or take .jsonl" in said.stderr
+    assert len(said.stderr.splitlines()) == 1
+
+
+def test_trace_writes_nothing_but_kept_groups(tmp_path: Path) -> None:
+    for words in (("trace",), ("trace", "g.0"), ("trace", "--state", "waiting")):
+        said = rollfab(*words, "--output", str(tmp_path / "x.jsonl"), url="redis://127.0.0.1:1")
+        assert said.returncode == 1 and "add --state finished and name no trajectory" in said.stderr
+
+
+async def test_history_in_a_file_has_a_row_for_each_sample(
+    fabric: RedisFabric, broker_url: str, tmp_path: Path
+) -> None:
+    said = rollfab("history", "--output", str(tmp_path / "h.jsonl"), url=broker_url)
+    assert said.returncode == 0 and "h.jsonl is not written: nothing is kept of the last 12h" in said.stderr
+    await add_samples(fabric)
+    for suffix in ("jsonl", "parquet"):
+        said = rollfab("history", "--since", "1h", "--output", str(tmp_path / f"h.{suffix}"), url=broker_url)
+        assert said.stdout == f"2 rows written to {tmp_path}/h.{suffix}\n", said.stderr
+    lines = [json.loads(line) for line in (tmp_path / "h.jsonl").read_text().splitlines()]
+    table = pyarrow.parquet.read_table(tmp_path / "h.parquet")
+    assert table.to_pylist() == lines
+    told = json.loads(rollfab("history", "--since", "1h", "--json", url=broker_url).stdout)["points"]
+    assert [{**row, "runs": row["runs"][0], "serving": row["serving"][0]} for row in lines] == [
+        {
+            **point,
+            "runs": {"run_id": "lake", **point["runs"]["lake"]},
+            "serving": {"worker_id": "serving-1", **point["serving"]["serving-1"]},
+        }
+        for point in told
+    ]
+    assert [row["tokens_per_s"] for row in lines] == [100.0, 100.0]
+    types = {name: str(table.schema.field(name).type) for name in ("time_ms", "tokens_per_s", "runs")}
+    assert types["time_ms"] == "int64" and types["tokens_per_s"] == "double"
+    assert types["runs"].startswith("list<element: struct<run_id: string, tokens_per_s: double")
+    assert names_in(tmp_path) == ["h.jsonl", "h.parquet"]

@@ -137,7 +137,13 @@ def test_each_role_works_as_its_container_starts_it_and_ends_when_asked(access: 
             seen = {worker["role"] for worker in with_ports(url, snapshot)["workers"] if worker["state"] == "ready"}
             return {"controller", "agent", "reward", "dedicated"} <= seen and is_well("api", api_port)
 
+        def tell_their_memory() -> bool:
+            held = [worker["resident_bytes"] for worker in with_ports(url, snapshot)["workers"]]
+            return all(each is not None and each > 1 << 20 for each in held)
+
         until(are_well, *processes.values())
+        if sys.platform == "linux":
+            until(tell_their_memory, *processes.values())
 
         for process in processes.values():
             process.send_signal(signal.SIGTERM)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ class Desk:
 
     async def run(self, *words: str) -> str:
         """What a command prints. Raises what it raises."""
-        done = await asyncio.to_thread(CliRunner().invoke, app, ["lend", *words, "--url", self.url])
+        invoke = partial(CliRunner().invoke, env={"COLUMNS": "80"})
+        done = await asyncio.to_thread(invoke, app, ["lend", *words, "--url", self.url])
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             raise done.exception
         assert done.exit_code == 0, done.output

@@ -129,6 +129,47 @@ def test_the_shell_looks_at_groups_and_they_are_all_still_there(url: str, fabric
     assert not any(group.redelivered for group in got)
 
 
+def contents(redis: Redis) -> dict[bytes, tuple[bytes, int]]:
+    """All that the broker holds: streams with their consumers and what those hold; and when keys expire (-1: never)."""
+    return {key: (redis.dump(key), redis.pexpiretime(key)) for key in redis.scan_iter(count=1000)}
+
+
+def test_a_look_changes_nothing_in_the_broker(url: str, fabric: Fabric, redis: Redis, tmp_path: Path) -> None:
+    # Given groups too stale to be delivered, of which a consumer holds two, and one cannot be read whole
+    complete(url, *NAMES, "old")
+    with consumer(url, "holder", count=2) as holder:
+        holder.process.send_signal(signal.SIGSTOP)  # it gives signs of life else, which are no look's
+        run = fabric.run("r")
+        redis.hset(ShardKeys("r", 0).run, "head_version", "5")
+        redis.hset(ShardKeys("r", 0).rollouts("g4"), "g4.0", b"torn")
+        before = contents(redis)
+        assert len(before) > 10 and contents(redis) == before, "something else writes here"
+
+        # When others look, all of them are shown
+        look = [sys.executable, "-m", "rollfab", "consume", "--run", "r", "--peek", "--url", url]
+        for more in ((), ("--output", str(tmp_path / "g.jsonl")), ("--count", "1")):
+            done = subprocess.run([*look, *more], capture_output=True, text=True, check=True, timeout=60)
+            assert more or len(done.stdout.splitlines()) == len(NAMES) + 1
+        assert len(run.peek(100)) == len(NAMES) + 1
+
+        # Then the broker holds what it held, to the byte
+        assert contents(redis) == before
+    # And this comparison would have seen a group that somebody only holds
+    redis.hset(ShardKeys("r", 0).run, "head_version", "0")
+    before = contents(redis)
+    with consumer(url, "other", count=1):
+        assert contents(redis) != before
+
+
+def test_a_look_names_the_options_that_say_nothing_beside_it(url: str) -> None:
+    look = [sys.executable, "-m", "rollfab", "consume", "--run", "r", "--peek", "--url", url]
+    done = subprocess.run(
+        [*look, "--keep", "varied", "--timeout", "3"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--timeout, --keep mean nothing beside --peek" in done.stderr
+
+
 def test_groups_of_a_killed_consumer_that_never_returns_go_to_another_one(url: str, fabric: Fabric) -> None:
     complete(url, *NAMES)
     with consumer(url, "gone") as gone:

@@ -71,6 +71,8 @@ def rollouts(draw: st.DrawFn, index: int) -> Rollout:
         spans=(Span(0, middle, "w/é", 3), Span(middle, size, "w2", draw(st.integers(-1, 2**53)))),
         info=draw(st.dictionaries(WORDS, PLAIN, max_size=3)),
         nodes=tuple(nodes),
+        turn_ms=draw(st.lists(st.integers(0, 2**53), max_size=6)),
+        traceparent=draw(st.sampled_from(["", f"00-{'a' * 32}-{'b' * 16}-01"])),
         sides=tuple(
             draw(sides(name, -3, size)) for name in draw(st.sets(st.sampled_from("abc"), max_size=3).map(sorted))
         ),
@@ -128,6 +130,22 @@ def test_a_parquet_file_of_many_row_groups_is_read_as_one(tmp_path: Path, monkey
     assert list(map(bits, read_groups(path))) == list(map(bits, GROUPS))
 
 
+def test_files_of_before_turn_ms_and_traceparent_are_read_with_neither(tmp_path: Path) -> None:
+    rollout = new_rollout(turn_ms=[1, 2, 3], traceparent="00-a-b-01", trajectory_id="a.0", group_id="a")
+    now = Group(group_id="a", task_id="t", rollouts=(rollout,))
+    then = replace(now, rollouts=(replace(rollout, turn_ms=[], traceparent=""),))
+    for suffix in SUFFIXES:
+        write_groups(tmp_path / f"new{suffix}", [now])
+    row = json.loads((tmp_path / "new.jsonl").read_text())
+    del row["rollouts"][0]["turn_ms"], row["rollouts"][0]["traceparent"]
+    (tmp_path / "old.jsonl").write_text(json.dumps(row))
+    table = pyarrow.parquet.read_table(tmp_path / "new.parquet")
+    pyarrow.parquet.write_table(table.drop_columns(["turn_ms", "traceparent"]), tmp_path / "old.parquet")
+    for suffix in SUFFIXES:
+        assert list(map(bits, read_groups(tmp_path / f"new{suffix}"))) == [bits(now)]
+        assert list(map(bits, read_groups(tmp_path / f"old{suffix}"))) == [bits(then)]
+
+
 def test_others_read_rows_of_rollouts_with_lists_of_numbers(tmp_path: Path) -> None:
     table = pyarrow.parquet.read_table(written(tmp_path, ".parquet"))
     assert table.column("trajectory_id").to_pylist() == ["a.0", "a.1", "b.0", "b.1", None, "d.0", "d.1"]
@@ -174,8 +192,10 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, suffix: str) -> Non
 
 
 def test_what_is_no_file_of_groups_is_refused_with_the_place(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"x.csv ends in \.csv"):
+    with pytest.raises(InputError, match=r"x.csv ends in \.csv: name it .jsonl or .parquet"):
         write_groups(tmp_path / "x.csv", [])
+    with pytest.raises(InputError, match=r"the directory of .*none/x.jsonl is not there: make it first"):
+        write_groups(tmp_path / "none" / "x.jsonl", [])
     with pytest.raises(InputError, match="is no file"):
         read_groups(tmp_path / "x.jsonl")
     whole = written(tmp_path, ".jsonl").read_text()

@@ -16,12 +16,12 @@ from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.host.command import command
 
 
-def drawn(**facts: Any) -> str:
+def drawn(*, width: int = 80, **facts: Any) -> str:
     info = WorkerInfo(worker_id="w1", role="dedicated", pid=1, host="h", **facts)
     row = {**asdict(info), "heartbeat_age_ms": 100}
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(draw({"runs": [], "workers": [row], "leases": {}, "lends": {}, "bad_rows": []}))
+        console.print(draw({"runs": [], "workers": [row], "leases": {}, "lends": {}, "bad_rows": []}, width=width))
     return capture.get()
 
 
@@ -34,6 +34,14 @@ def test_a_worker_that_sleeps_and_what_waking_took_are_shown() -> None:
 def test_an_engine_that_cannot_sleep_says_why_in_its_own_words() -> None:
     assert "cannot sleep: [cpu] has none" in drawn(engine="transformers 5", sleep_note="[cpu] has none")
     assert "cannot" not in drawn(engine="transformers 5")
+
+
+def test_what_a_worker_holds_and_how_far_off_its_guard_is_are_shown_where_there_is_room() -> None:
+    facts = {"resident_bytes": 3 << 29, "device_bytes": 70 << 30}
+    text = drawn(width=120, **facts, step_error_fraction_p50=0.06, step_error_fraction_p95=0.2)
+    assert "1.5 GiB + 70.0 GiB" in text and "6%, P95 20%" in text
+    for bare in (drawn(width=120), drawn(**facts, step_error_fraction_p50=0.06, step_error_fraction_p95=0.2)):
+        assert "memory" not in bare and "steps off" not in bare
 
 
 def test_a_worker_without_an_engine_is_drawn() -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollfab.deploy.doctor.command import gpu_findings
-from rollfab.deploy.doctor.gpu import INSTALL, GpuFacts, GpuProcess, GpuReport, gpu_line, look_at_gpus
+from rollfab.deploy.doctor.gpu import (
+    INSTALL,
+    MACHINE_IDS,
+    GpuFacts,
+    GpuProcess,
+    GpuReport,
+    device_bytes,
+    gpu_line,
+    look_at_gpus,
+)
 
 GIB = 2**30
 
@@ -199,3 +209,27 @@ def test_the_doctor_shows_each_gpu_and_misses_none_where_there_is_no_driver() ->
     (broken,) = gpu_findings(none, has_driver=True)
     assert (broken.is_fine, broken.is_optional) == (False, True)
     assert broken.found == "nvidia-smi found, but no NVIDIA driver answers: Driver Not Loaded"
+
+
+# ---------------------------------------------------------------- what a worker's processes hold
+
+
+def test_device_memory_is_of_the_processes_that_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "machine").symlink_to(MACHINE_IDS)
+    (tmp_path / "container").symlink_to("pid:[4026532001]")
+    machine = str(tmp_path / "machine")
+    assert device_bytes({7, 99}, FakeNvml(), machine) == 60 * GIB
+    assert device_bytes({7}, FakeNvml(gpu_count=2), machine) == 120 * GIB
+    assert device_bytes({8, 9, 99}, FakeNvml(), machine) is None, "the driver does not say"
+    # In a container, process 7 is another one than the driver's
+    assert device_bytes({7}, FakeNvml(), str(tmp_path / "container")) is None
+    assert device_bytes({7}, FakeNvml(), str(tmp_path / "none")) is None
+
+
+def test_where_the_driver_does_not_say_torch_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reserved = {0: 3 * GIB, 1: GIB}
+    cuda = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 2, memory_reserved=reserved.__getitem__)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert device_bytes({7}, FakeNvml(), str(tmp_path / "none")) == 4 * GIB
+    cuda.is_initialized = lambda: False
+    assert device_bytes({7}, FakeNvml(), str(tmp_path / "none")) is None

@@ -105,6 +105,17 @@ def test_what_is_not_there_is_told_with_the_next_step(data: Path, monkeypatch: p
     assert "give the directory with --data" in str(typed().exception)
     nothing = typed("--data", ".", "--trajectory", "(a+)+$[")
     assert (nothing.exit_code, nothing.stdout) == (0, "")
+    said = " ".join(nothing.stderr.split())
+    assert "none in the logs of agent-0, controller, dedicated-0 in logs/ names trajectory '(a+)+$['; only what" in said
+    assert "rollfab trace` lists those that are there" in said
+    assert said.endswith("32 MiB of each role are kept, the newest")
+    said = " ".join(typed("--data", ".", "--role", "agent", "--trajectory", "g9", "--worker", "w-9").stderr.split())
+    assert "none in the logs of agent-0 in logs/ names trajectory 'g9' and worker 'w-9'; only what" in said
+    said = " ".join(typed("--data", ".", "--worker", "w-9").stderr.split())
+    assert "names worker 'w-9'; `" in said and "lists the workers that are there" in said and "trajectory" not in said
+    (data / "logs" / "empty-0.log").touch()
+    said = " ".join(typed("--data", ".", "--role", "empty").stderr.split())
+    assert "no line is shown: the logs of empty-0 in logs/ are empty. `" in said
     (data / "rollfab-data").mkdir()
     (data / "logs").rename(data / "rollfab-data" / "logs")
     assert "controller" in typed().stdout, "found by itself"

@@ -1,8 +1,13 @@
 """What a worker says of its guard and its pace with every heartbeat."""
 
+from dataclasses import replace
+
 from rollfab.fabric.contract.clock import SystemClock
+from rollfab.fabric.contract.fields import WHOLE_MAX
+from rollfab.fabric.contract.limits import RECORD_BYTES_MAX
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.contract.sharing import GuardView
+from rollfab.fabric.host.memory import HeldMemory
 from rollfab.workers.rollout.engine_sleep import Readiness
 from rollfab.workers.rollout.report import PACE_S, Guarded, TokenPace, WorkerReport
 from rollfab.workers.rollout.worker import RolloutConfig
@@ -17,13 +22,13 @@ class HandClock(SystemClock):
         return self.at_s
 
 
-def told(guard: Guarded | None, *, is_observing: bool = False) -> WorkerInfo:
+def told(guard: Guarded | None, *, is_observing: bool = False, held: HeldMemory | None = None) -> WorkerInfo:
     engine, clock = PlayedEngine(), HandClock()
     config = RolloutConfig(
         worker_id="w", role="serving", model="tiny", slot_count=8, pool="chat", is_observing=is_observing
     )
     readiness = Readiness(engine, clock, changed=lambda: None)
-    report = WorkerReport(engine, config, clock, readiness=readiness, guard=guard)
+    report = WorkerReport(engine, config, clock, readiness=readiness, guard=guard, held=held)
     return report.info(run_id=None, active_version=0, running_count=0, trouble=None, receiver=None)
 
 
@@ -32,6 +37,33 @@ def test_a_worker_tells_what_its_guard_sees() -> None:
     info = told(lambda: view)
     assert (info.guard_state, info.guard_reason, info.probe, info.pool) == ("narrow", "why", "vllm", "chat")
     assert (info.headroom_fraction, info.open_fraction, info.slot_count) == (0.4, 0.9, 8)
+
+
+def test_a_worker_tells_how_far_off_its_guard_predicts_steps_and_what_it_holds() -> None:
+    info = told(lambda: GuardView(state="open", step_error_p50=0.061234, step_error_p95=1e300))
+    assert (info.step_error_fraction_p50, info.step_error_fraction_p95) == (0.0612, WHOLE_MAX)
+    assert WorkerInfo.decode(info.encode()) == info
+    silent = told(lambda: GuardView(state="open"))
+    assert (silent.step_error_fraction_p50, silent.step_error_fraction_p95) == (None, None)
+    assert told(None).step_error_fraction_p50 is None
+    assert info.resident_bytes is None or info.resident_bytes > 1 << 20  # of this process: nobody looks at others
+    held = HeldMemory(SystemClock(), lambda pids: 5)
+    assert told(None, held=held).resident_bytes is None, "nobody has looked yet"
+    held.resident_bytes, held.device_bytes = 1 << 30, 1 << 34
+    info = told(None, held=held)
+    assert (info.resident_bytes, info.device_bytes) == (1 << 30, 1 << 34)
+
+
+def test_a_record_with_all_of_these_facts_is_little_larger() -> None:
+    bare = WorkerInfo(worker_id="w", role="serving", pid=1, host="h")
+    full = replace(
+        bare,
+        resident_bytes=WHOLE_MAX,
+        device_bytes=WHOLE_MAX,
+        step_error_fraction_p50=0.1234,
+        step_error_fraction_p95=12345.6789,
+    )
+    assert len(full.encode()) - len(bare.encode()) < 64 < RECORD_BYTES_MAX["WorkerInfo"] // 100
 
 
 def test_a_guard_that_is_not_up_yet_is_shut_and_none_at_all_is_not() -> None:
