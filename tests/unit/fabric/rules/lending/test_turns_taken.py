@@ -17,10 +17,14 @@ HOUR_S = 3600.0
 
 @dataclass
 class Hour:
-    """What became of an hour. served: slot-seconds. stays: how long each worker served a run, at each change."""
+    """What became of an hour. served: slot-seconds. stays: how long each worker served a run, at each change.
+
+    longest_s: the longest time in which no worker served a run, by run.
+    """
 
     served: dict[str, float] = field(default_factory=dict)
     stays: list[float] = field(default_factory=list)
+    longest_s: dict[str, float] = field(default_factory=dict)
     idle_s: float = 0.0
 
 
@@ -36,6 +40,7 @@ def live(
     owed: dict[str, float] = {}
     since = {worker.worker_id: 0.0 for worker in workers}
     busy_at = dict.fromkeys(weights, 0.0)
+    served_at = dict.fromkeys(weights, 0.0)
     for tick in range(int(seconds / TICK_S)):
         now_s = tick * TICK_S
         runs = []
@@ -47,6 +52,9 @@ def live(
         owed = settle(owed, grants, runs, TICK_S, RULE)
         grants = plan(workers, [dataclasses.replace(run, owed=owed.get(run.run_id, 0.0)) for run in runs], RULE)
         busy = {run.run_id for run in runs if run.open_count}
+        served_at |= dict.fromkeys((str(grant.run_id) for grant in grants if grant.run_id), now_s)
+        for run_id in weights:
+            hour.longest_s[run_id] = max(hour.longest_s.get(run_id, 0.0), now_s - served_at[run_id])
         for index, (worker, grant) in enumerate(zip(workers, grants, strict=True)):
             if worker.run_id is not None and grant.run_id != worker.run_id:
                 hour.stays.append(now_s - since[worker.worker_id])
@@ -87,6 +95,24 @@ def test_an_hour_is_divided_by_weight_and_no_worker_changes_hands_faster_than_a_
         assert hour.served[run_id] / total == pytest.approx(weight / parts, rel=0.05), run_id
     assert hour.idle_s == 0
     assert min(hour.stays, default=RULE.slice_s) >= RULE.slice_s - TICK_S
+
+
+@pytest.mark.parametrize(
+    ("worker_count", "weights"),
+    [
+        (2, {f"r{index}": 1.0 for index in range(20)}),
+        (2, {f"r{index}": 1.0 for index in range(4)} | {f"s{index}": 0.1 for index in range(4)}),
+        (1, {"a": 5.0, "b": 1.0, "c": 0.1}),
+        (3, {f"r{index}": [0.5, 1.0, 2.0, 5.0][index % 4] for index in range(13)}),
+    ],
+)
+def test_no_run_waits_longer_than_three_fair_turns(worker_count: int, weights: dict[str, float]) -> None:
+    # A fair turn: how long it takes until everybody has had slices by weight, and this run one of its own
+    total = sum(weights.values())
+    turns = {run_id: RULE.slice_s * total / (weight * worker_count) for run_id, weight in weights.items()}
+    hour = live(pool(worker_count), weights, seconds=4 * max(turns.values()))
+    assert {run_id: gap for run_id, gap in hour.longest_s.items() if gap > 3 * turns[run_id]} == {}
+    assert min(hour.served.values()) > 0
 
 
 def test_workers_that_can_be_divided_never_change_hands() -> None:
