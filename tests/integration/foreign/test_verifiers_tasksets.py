@@ -18,6 +18,7 @@ from rollfab.fabric.contract.records import Rollout
 from rollfab.fabric.model.presets import model_config
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.workers.environments.base import Access, Played
+from rollfab.workers.environments.pool import PoolConfig
 from rollfab.workers.environments.registry import Registry
 from tests.integration.gateway.exactness import check_exact
 from tests.support.processes.fabric_processes import Processes, processes
@@ -39,7 +40,7 @@ SAMPLING = {"max_tokens": 60, "logit_bias": BIAS}
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     assert PYTHON.exists(), "make .venv-clients/.done"
     with contextlib.chdir(TASKSETS), processes(tmp_path_factory.mktemp("tasksets")) as fabric:
-        named = [f"{name}={PYTHON}:verifiers:{name}" for name in ("sums", "lamps")]
+        named = [f"{name}={PYTHON}:verifiers:{name}" for name in ("sums", "lamps", "bad")]
         fabric.start_roles(agent=[word for each in named for word in ("--environment", each)])
         yield fabric
 
@@ -92,6 +93,17 @@ def test_an_episode_that_has_no_turns_left_is_cut_off_and_scored(fabric: Process
         assert (rollout.turn_count, rollout.finish_reason) == (2, "truncated")
         assert rollout.info["verifiers"]["stop"] == "max_turns"
         assert rollout.reward == sum(map(len, replies(rollout)))
+
+
+def test_what_is_no_reward_is_a_dead_letter_and_never_a_number(fabric: Processes) -> None:
+    run = fabric.new_run("bad", "bad", is_lively=True, sampling=SAMPLING, attempt_count_max=2)
+    tasks = [{"how": how, "prompt": "look"} for how in ("nan", "infinite")]
+    run.submit([*tasks, {"idx": 0}], group_size=1, group_ids=["nan", "infinite", "good"])
+    found = {group.group_id: group for group in fabric.collect(run, 3, 120.0)}
+    assert [rollout.reward for rollout in found["good"].rollouts] == [1.0]
+    for name in ("nan", "infinite"):
+        (failure,) = found[name].failures
+        assert found[name].rollouts == () and "reward" in failure.reason, failure.reason
 
 
 @pytest.mark.fault
@@ -154,6 +166,37 @@ async def test_a_task_that_is_none_is_refused_by_name(task: dict[str, Any], told
     with pytest.raises(EnvironmentFailed) as failed:
         await play("sums", task)
     assert told in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "reason", "told"),
+    [
+        ({"how": "hangs", "prompt": "look"}, "timeout", "play took longer than 6 s"),
+        ({"how": "blocks", "prompt": "look"}, "timeout", "play took longer than 6 s"),
+        ({"how": "endless", "prompt": "look"}, "timeout", "play took longer than 6 s"),
+        ({"idx": 1}, "timeout", "play took longer than 6 s"),  # a row that never comes
+        ({"how": "exits", "prompt": "look"}, "crashed", "3"),
+        ({"how": "leaves", "prompt": "look"}, "play", "SystemExit"),
+        ({"how": "huge", "prompt": "look"}, "play", "bytes"),
+    ],
+)
+async def test_a_bad_taskset_fails_by_name_and_the_next_episode_is_well(
+    task: dict[str, Any], reason: str, told: str
+) -> None:
+    with scripted_model({"content": "word"}) as model, contextlib.chdir(TASKSETS):
+        access = Access(base_url=model.base_url, key="rfs-secret")
+        async with Registry([f"world={PYTHON}:verifiers:bad"], pool=PoolConfig(play_s=6.0)) as registry:
+            for each, is_bad in ((task, True), ({"idx": 0}, False)):
+                world = await registry.open("world")
+                try:
+                    if is_bad:
+                        with pytest.raises(EnvironmentFailed) as failed:
+                            await world.play(each, 7, access)
+                        assert failed.value.facts["reason"] == reason and told in str(failed.value)
+                    else:
+                        assert (await world.play(each, 7, access)).reward == 1.0
+                finally:
+                    await world.close()
 
 
 async def test_a_model_that_refuses_fails_the_attempt_with_its_words() -> None:
