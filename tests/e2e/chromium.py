@@ -44,6 +44,9 @@ def find_chromium() -> str:
     raise AssertionError("no Chromium on this machine: run tests/e2e/install_chromium.sh")
 
 
+KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), "Escape": (27, "")}  # code of Windows, text
+
+
 class Browser:
     """One browser process and its protocol."""
 
@@ -151,6 +154,24 @@ class Page:
         await self._wait_for(f"document.querySelector({json.dumps(selector)})")
         await self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
         await self.call("Input.insertText", text=text)
+
+    async def press(self, key: str) -> None:
+        """Press a key of KEYS, on whatever has the focus."""
+        code, text = KEYS[key]
+        stroke = {"key": key, "code": key, "windowsVirtualKeyCode": code, **({"text": text} if text else {})}
+        await self.call("Input.dispatchKeyEvent", type="keyDown", **stroke)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
+
+    async def tab_to(self, selector: str, count_max: int = 80) -> None:
+        """Press Tab until an element has the focus; it must be shown where it is."""
+        await self._wait_for(f"document.querySelector({json.dumps(selector)})")
+        for _ in range(count_max):
+            await self.press("Tab")
+            if await self.evaluate(f"document.activeElement.matches({json.dumps(selector)})"):
+                style = await self.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+                assert style != "none", f"nobody sees that {selector} has the focus"
+                return
+        raise AssertionError(f"{selector} is not reached by pressing Tab {count_max} times")
 
     def complaints(self) -> list[str]:
         """Errors that the page's console has shown: exceptions, blocked loads, violations of its policy."""

@@ -135,6 +135,41 @@ async def test_the_switch_on_the_page_lends_after_a_second_look_takes_back_at_on
     assert page.complaints() == []
 
 
+async def test_the_switch_is_used_by_the_keyboard_alone(api: ApiWorld, browser: Browser) -> None:
+    await api.beat("serving-1", "serving", slot_count=8)
+    page = await browser.open(f"{api.url}serving")
+    await page.wait_text(f"{WORKER} [data-f=limit]", "observe")
+
+    async def said() -> dict[str, str]:
+        return {name: setting.mode for name, setting in (await api.fabric.board.lends()).items()}
+
+    # When the second look is left by Escape, nothing is said
+    await page.tab_to(f"{WORKER} [data-f=lend]")
+    await page.press("Enter")
+    await page.wait_text("#ask", "1 serving worker")
+    assert await page.evaluate("document.querySelector('#ask').contains(document.activeElement)")
+    await page.press("Escape")
+    assert await page.evaluate("document.querySelector('#ask').open") is False
+    assert await said() == {}
+    # and it is confirmed, taken back and undone by Tab and Enter
+    await page.tab_to(f"{WORKER} [data-f=lend]")
+    await page.press("Enter")
+    await page.wait_text("#ask", "1 serving worker")
+    if not await page.evaluate("document.activeElement.matches('#ask-go')"):
+        await page.tab_to("#ask-go")
+    await page.press("Enter")
+    await page.wait_text("#toast", "serving-1 lends")
+    assert await said() == {"serving-1": "on"}
+    await page.tab_to("#lend-all-off")
+    await page.press("Enter")
+    await page.wait_text("#toast", "Every serving worker was taken back")
+    await page.tab_to("#undo")
+    await page.press("Enter")
+    await page.wait_text("#toast", "Every serving worker is as before")
+    assert await said() == {"serving-1": "on"}
+    assert page.complaints() == []
+
+
 async def test_what_a_guard_does_and_what_sharing_costs_and_gives_is_on_the_page(
     api: ApiWorld, browser: Browser
 ) -> None:
