@@ -176,7 +176,9 @@ async def test_weights_arrive_in_pieces_and_are_published_bit_by_bit(api: ApiWor
             assert answer.json() == {"size_bytes": min(start + 7000, len(data))}, answer.text
     assert await api.json(path) == {"size_bytes": len(data)}
     assert (await api.http.put(path, params={"offset": 1 << 20}, content=b"x")).status_code == 422
-    said = await post(api, "v1/runs/w/versions", version=0)
+    refused = await post(api, "v1/runs/w/versions", 422, version=0)
+    assert (refused["error"], refused["facts"]["nonfinite_counts"]) == ("WeightsNotFinite", {"b": 1})
+    said = await post(api, "v1/runs/w/versions", version=0, allow_nonfinite=True)
     assert said["kind"] == "keyframe" and said["version"] == 0
     held = await fetch_weights(api.fabric.weights, "w", 0)
     assert {name: held[name].tobytes() for name in tensors} == {n: array.tobytes() for n, array in tensors.items()}
