@@ -309,11 +309,11 @@ async def test_what_cannot_be_is_422_whatever_it_holds(api: ApiWorld, tmp_path: 
 
 async def test_a_body_that_is_no_json_is_told_as_such_with_its_place(api: ApiWorld) -> None:
     answer = await api.http.post(
-        f"{R1}/groups", content='{"tasks": [{}], }', headers={"content-type": "application/json"}
+        f"{R1}/groups", content='{"tasks":\n [{}], }', headers={"content-type": "application/json"}
     )
     assert answer.status_code == 422
     (found,) = answer.json()["facts"]["problems"]
-    assert found["at"] == "body" and found["message"].startswith("no JSON, from character 16 on: ")
+    assert found["at"] == "body" and found["message"].startswith("the body is not JSON: line 2, column 8: ")
 
 
 async def test_an_api_without_a_directory_takes_no_weights_and_readers_consume_nothing(url: str) -> None:
