@@ -405,6 +405,7 @@ class AsyncRun:
         group: Any = None,
         compares_on: ComparesOn = "auto",
         keyframe: bool = False,
+        allow_nonfinite: bool = False,
     ) -> PublishReport:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact.
 
@@ -422,8 +423,10 @@ class AsyncRun:
             keyframe: put a keyframe of this version beside its delta: workers that follow take the delta, new workers
                 take the keyframe. `keyframe_bytes` of the report says its size; 0 if the broker had no room for it,
                 then it is tried again in the background.
+            allow_nonfinite: also publish new values that are NaN or infinite.
 
         Raises:
+            WeightsNotFinite: a value that is new in this version is NaN or infinite. Nothing was published.
             LayoutMismatch: names, shapes or dtypes are not those of the run.
             DigestMismatch: a delta's file is damaged, or its base is not the run's weights. Nothing was published.
             VersionConflict: not newer, or another publisher took over, or a delta has another base. Nothing was
@@ -449,7 +452,7 @@ class AsyncRun:
                 model=self.config.model,
                 dtype=self.config.dtype,
             )
-        report = await self._publisher.publish(named, version, keyframe=keyframe)
+        report = await self._publisher.publish(named, version, keyframe=keyframe, allow_nonfinite=allow_nonfinite)
         self._publisher.start()
         return report
 
@@ -458,7 +461,7 @@ class AsyncRun:
         if is_first and self._publisher is not None:
             await self._publisher.close()
             self._publisher = None
-        await self.publish(weights, version=version)
+        await self.publish(weights, version=version, allow_nonfinite=True)  # as they are live already
 
     async def close(self) -> None:
         """End the background tasks, and give back the groups that others hold; the run and its work stay."""

@@ -312,15 +312,24 @@ class Run:
         group: Any = None,
         compares_on: ComparesOn = "auto",
         keyframe: bool = False,
+        allow_nonfinite: bool = False,
     ) -> PublishReport:
         """Publish weights as `version`: a keyframe first, deltas later, bit-exact. group: of a sharded model.
 
-        keyframe: put a keyframe of this version beside its delta, for new workers.
+        keyframe: put a keyframe of this version beside its delta, for new workers. allow_nonfinite: also publish new
+        values that are NaN or infinite, which are refused else (WeightsNotFinite).
         """
         if group is None:
             named = given_of(named)  # here: the caller's code makes the tensors
         return self._loop.call(
-            self._run.publish(named, version=version, group=group, compares_on=compares_on, keyframe=keyframe)
+            self._run.publish(
+                named,
+                version=version,
+                group=group,
+                compares_on=compares_on,
+                keyframe=keyframe,
+                allow_nonfinite=allow_nonfinite,
+            )
         )
 
     def weights(self, version: int | None = None) -> Weights:

@@ -102,18 +102,20 @@ async def _refused(_: Request, error: Exception) -> Response:
 async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     all_of_them = error.errors()
-    found = [_found(each) for each in all_of_them[:PROBLEM_COUNT_MAX]]
+    found = [_found(each, error.body) for each in all_of_them[:PROBLEM_COUNT_MAX]]
     text = "; ".join(f"{each['at']}: {each['message']}" for each in found)
     more = f"; and {len(all_of_them) - len(found):,} more" if len(all_of_them) > len(found) else ""
     return problem(422, "InputError", f"the request cannot be used: {text}{more}", {"problems": found})
 
 
-def _found(error: Mapping[str, Any]) -> dict[str, str]:
+def _found(error: Mapping[str, Any], body: Any) -> dict[str, str]:
     """Say where a request cannot be used, and why. Of a body that is no JSON the library gives a place, not a field."""
     if error["type"] == "json_invalid":
         *where, character = error["loc"]
         why = error.get("ctx", {}).get("error", error["msg"])
-        return {"at": ".".join(where), "message": f"no JSON, from character {character} on: {why}"}
+        before = body[:character] if isinstance(body, str) else ""
+        line, column = before.count("\n") + 1, character - before.rfind("\n")
+        return {"at": ".".join(where), "message": f"the body is not JSON: line {line}, column {column}: {why}"}
     return {"at": ".".join(map(str, error["loc"]))[:AT_LENGTH_MAX], "message": error["msg"]}
 
 

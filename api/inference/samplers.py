@@ -127,7 +127,9 @@ class Samplers:
             raise Refused(410, "unknown_request", "no sample of this request_id is known here: ask for it again")
         ended = await self._futures.ended(name, WAIT_S)
         if ended is None:
-            return answer({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+            why = await self._inference.why_waiting()
+            state = {"queue_state": "paused_capacity", "queue_state_reason": why} if why else {"queue_state": "active"}
+            return answer({"type": "try_again", "request_id": name, **state}, 408)
         return _told(ended)
 
     async def cancel(self, request: Request) -> Response:

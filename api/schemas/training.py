@@ -233,6 +233,8 @@ class PublishRequest(Request):
     """Below the directory that the api was started with (--weights); null: what was uploaded for this version."""
     keyframe: bool = False
     """Put a keyframe beside the delta."""
+    allow_nonfinite: bool = False
+    """Also publish values that are new and NaN or infinite; else they are refused."""
 
 
 class Published(Model):

@@ -7,7 +7,8 @@ FabricError
 │   ├─ RunUnknown                   the run was never created
 │   └─ RunMismatch                  the run exists with other settings
 ├─ InputError(ValueError)           a task, tensor or reward that cannot be accepted; nothing was written
-│   └─ PayloadTooLarge              carries size and limit
+│   ├─ PayloadTooLarge              carries size and limit
+│   └─ WeightsNotFinite             NaN or infinite values that were not permitted; carries tensors and counts
 ├─ WireError(ValueError)            bytes we cannot read
 │   └─ SchemaUnknown
 ├─ BrokerError                      the broker refused, is unreachable, or is not fit
@@ -51,6 +52,7 @@ __all__ = [
     "InputError",
     "NothingMoves",
     "PayloadTooLarge",
+    "WeightsNotFinite",
     "WireError",
     "SchemaUnknown",
     "BrokerError",
@@ -121,6 +123,13 @@ class InputError(FabricError, ValueError):
 
 class PayloadTooLarge(InputError):
     """A payload above its limit; facts: size_bytes and limit_bytes, or the count of what are too many."""
+
+
+class WeightsNotFinite(InputError):
+    """Weights with new values that are NaN or infinite, which nobody permitted; nothing was published.
+
+    Facts: version, live_version (-1: none), nonfinite_counts (by tensor, the first ones); of a rank's part: ranks.
+    """
 
 
 class WireError(FabricError, ValueError):

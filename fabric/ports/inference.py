@@ -125,6 +125,10 @@ class Inference(Protocol):
         """Say how it stands."""
         ...
 
+    async def why_waiting(self) -> str:
+        """Say why requests do not come forward, with the next step; empty: they do, or it cannot be read now."""
+        ...
+
     async def generate(self, prompt: Prompt) -> Completions:
         """Return completions, each of which is a turn. Cancelling it gives them up and frees their slots."""
         ...

@@ -12,6 +12,7 @@
 - Blocks are encoded side by side in threads, and lie in the chunks in the order of the cut whichever thread was first.
 - Memory: one copy of the weights, the encoded bytes of the version being prepared, and a copy of its dense blocks.
   If a device has no room for the copy, it is on the host, with a warning.
+- `prepare_*` refuses new values that are not finite where its caller says so; it looks at the changed values alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from ..format.codec import Bits, Encoded, Encoder
 from ..format.digest import state_sums, tensor_key
+from ..format.finite import FiniteCheck
 from ..format.kernels.places import is_on_device, load_torch, on_host
 from ..format.kernels.protocol import Flat
 from ..format.layout import Layout
@@ -163,8 +165,16 @@ class Snapshot:
             self.sums = state_sums(layout, {name: on_host(flat) for name, flat in bits.items()})
         self._thread_count = thread_count or min(THREAD_COUNT_MAX, os.cpu_count() or 1)
 
-    def prepare_delta(self, identity: Identity, new: Mapping[str, Flat], check: Check = no_check) -> Prepared:
-        """Make the version `identity` from the bits that differ between `new` and this snapshot."""
+    def prepare_delta(
+        self, identity: Identity, new: Mapping[str, Flat], check: Check = no_check, *, finite_over: int | None = None
+    ) -> Prepared:
+        """Make the version `identity` from the bits that differ between `new` and this snapshot.
+
+        finite_over: the live version (-1: none), over which only finite values may be published; None: any may.
+
+        Raises:
+            WeightsNotFinite: a changed value is NaN or infinite, and may not be.
+        """
         assert identity.version > self.version >= 0
 
         compared = DeviceChanges(self._by_number(self.bits), self._by_number(new), self._groups)
@@ -175,21 +185,35 @@ class Snapshot:
                 return encoder.few(changes)
             return encoder.delta(on_host(place.read(self.bits[name])), np.array(on_host(place.read(new[name]))))
 
-        part = encode_part(self.layout, self._places, encode, self._thread_count, check=check)
+        part = self._encoded(identity, encode, check, finite_over)
         return self._assemble(identity, part, Place(kind=DELTA, base_version=self.version, sums=self.sums + part.sums))
 
-    def prepare_keyframe(self, identity: Identity, check: Check = no_check) -> Prepared:
-        """Make the version `identity` from this snapshot's own weights."""
+    def prepare_keyframe(
+        self, identity: Identity, check: Check = no_check, *, finite_over: int | None = None
+    ) -> Prepared:
+        """Make the version `identity` from this snapshot's own weights. finite_over, Raises: as of prepare_delta."""
 
         def encode(encoder: Encoder, region: Region) -> Encoded | None:
             return encoder.dense(self._places[region].read(self.bits[self._names[region.tensor]]))
 
-        part = encode_part(self.layout, self._places, encode, self._thread_count, check=check)
+        part = self._encoded(identity, encode, check, finite_over)
         if self.version >= 0 and not np.array_equal(part.sums, self.sums):
             # A fault of this machine's memory, or tensors that changed while they were published: heal from here.
             log.error("weights.snapshot_was_torn", extra={"run_id": identity.run_id, "version": identity.version})
         self.sums = part.sums
         return self._assemble(identity, part, Place(kind=KEYFRAME, base_version=-1, sums=part.sums))
+
+    def _encoded(self, identity: Identity, encode: EncodeRegion, check: Check, finite_over: int | None) -> Part:
+        if finite_over is None:
+            return encode_part(self.layout, self._places, encode, self._thread_count, check=check)
+        finite = FiniteCheck(self.layout)
+
+        def looked_at(encoder: Encoder, region: Region) -> Encoded | None:
+            return finite.look(region, encode(encoder, region))
+
+        part = encode_part(self.layout, self._places, looked_at, self._thread_count, check=check)
+        finite.end(identity.version, finite_over)
+        return part
 
     def _assemble(self, identity: Identity, part: Part, place: Place) -> Prepared:
         manifest = make_manifest(identity, self.layout, part, place, cut=cut_digest(self._places))

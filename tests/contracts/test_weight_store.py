@@ -422,7 +422,7 @@ async def test_a_jump_of_which_no_answer_came_stays_like_any_other(
     monkeypatch.setattr(RedisWeightStore, "_keep", break_once)
     for version in range(9):
         weights["w"][:30] += 1
-        await publisher.publish(weights, version)
+        await publisher.publish(weights, version, allow_nonfinite=True)
     (jump,) = await stored.store.manifests(RUN, [(8, JUMPS[0])])
     assert is_broken and jump is not None
     chunk = WeightKeys(RUN).chunk(8, f"{JUMPS[0]}.{jump.epoch}", 0)
@@ -430,7 +430,7 @@ async def test_a_jump_of_which_no_answer_came_stays_like_any_other(
 
     # When the next version is published
     weights["w"][:30] += 1
-    await publisher.publish(weights, 9)
+    await publisher.publish(weights, 9, allow_nonfinite=True)
 
     # Then
     assert await stored.client.pttl(chunk) == -1

@@ -30,7 +30,13 @@ class FakeInference:
         self.aborted: list[Sequence[str] | None] = []
         self.published: list[tuple[str, int | None]] = []
 
+        self.why = ""
+
     model = "org/model"
+
+    async def why_waiting(self) -> str:
+        """What it was told to say."""
+        return self.why
 
     async def facts(self) -> ServerFacts:
         """What they are."""

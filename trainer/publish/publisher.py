@@ -130,7 +130,9 @@ class Publisher:
         self._report: PublishReport | None = None
         self._model = model
 
-    async def publish(self, named: Named | DiskDelta, version: int, *, keyframe: bool = False) -> PublishReport:
+    async def publish(
+        self, named: Named | DiskDelta, version: int, *, keyframe: bool = False, allow_nonfinite: bool = False
+    ) -> PublishReport:
         """Make `named` the run's version `version`, together with all other ranks, whose publishers do it at once.
 
         Args:
@@ -140,9 +142,11 @@ class Publisher:
             version: above the head.
             keyframe: put a keyframe of it beside its delta. If that fails the version is out all the same,
                 `keyframe_bytes` is 0, the log says why, and it is tried again.
+            allow_nonfinite: also publish new values that are NaN or infinite. On several ranks rank 0's counts.
 
         Raises:
             InputError: no tensors, or something that is not one.
+            WeightsNotFinite: a value that is new in this version is NaN or infinite; nothing was published.
             LayoutMismatch: names, shapes or dtypes are not the run's; nothing was written.
             DigestMismatch: a delta's directory, or its base, is not what its trainer wrote; nothing was written.
             VersionConflict: not newer than the head, another publisher took over, or a delta is of another base.
@@ -156,7 +160,9 @@ class Publisher:
                 if not self._ranks.is_lead:
                     return PublishReport(**await self._ranks.follow(hello))
                 try:
-                    report = await self._publish(*await self._ranks.meet(hello), wants_keyframe=keyframe)
+                    report = await self._publish(
+                        *await self._ranks.meet(hello), wants_keyframe=keyframe, allow_nonfinite=allow_nonfinite
+                    )
                 except Exception as error:  # told to the other ranks, which wait, and raised
                     await self._ranks.end(error)
                     raise
@@ -168,7 +174,9 @@ class Publisher:
             finally:
                 self._ranks.let_go()
 
-    async def _publish(self, version: int, layout: Layout, *, wants_keyframe: bool) -> PublishReport:
+    async def _publish(
+        self, version: int, layout: Layout, *, wants_keyframe: bool, allow_nonfinite: bool
+    ) -> PublishReport:
         await self._open(layout, version, is_lost=await self._has_lost_head())
         await self._check_layout(layout)
         if self._pending is not None:
@@ -180,7 +188,7 @@ class Publisher:
             if wants_keyframe:
                 return replace(repeated, keyframe_bytes=await self._upkeep.keyframe(self._epoch))
             return repeated
-        prepared, report = await self._prepare(version)
+        prepared, report = await self._prepare(version, allow_nonfinite=allow_nonfinite)
         prepared = await self._carrying.carry(prepared)
         await self._send(prepared, report)
         keyframe_bytes, jump_bytes = await self._upkeep.tend(prepared, self._epoch, wants_keyframe=wants_keyframe)
@@ -312,13 +320,14 @@ class Publisher:
             return report
         raise not_newer(self._run_id, version, head.version)
 
-    async def _prepare(self, version: int) -> tuple[Prepared, PublishReport]:
+    async def _prepare(self, version: int, *, allow_nonfinite: bool) -> tuple[Prepared, PublishReport]:
+        live_version = (await self._store.head(self._run_id)).version
         identity = Identity(run_id=self._run_id, epoch=self._epoch, version=version)
         started_s = self._clock.now_s()
         kind = DELTA if self._ranks.version >= 0 else KEYFRAME
         if kind == KEYFRAME:
             await self._ranks.begin()
-        prepared = await self._ranks.prepare(identity, kind)
+        prepared = await self._ranks.prepare(identity, kind, finite_over=None if allow_nonfinite else live_version)
         manifest = prepared.manifest
         report = PublishReport(
             version=version,

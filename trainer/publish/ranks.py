@@ -187,10 +187,12 @@ class Ranks:
                 return None
             assert self._snapshot is not None
             if do == KEYFRAME:
-                return self._snapshot.prepare_keyframe(Identity(**order["identity"]), check)
+                identity = Identity(**order["identity"])
+                return self._snapshot.prepare_keyframe(identity, check, finite_over=order["finite_over"])
             assert parts is not None
             if do == DELTA:
-                return self._snapshot.prepare_delta(Identity(**order["identity"]), parts.bits, check)
+                identity = Identity(**order["identity"])
+                return self._snapshot.prepare_delta(identity, parts.bits, check, finite_over=order["finite_over"])
             return self._snapshot.equals(parts.bits, check)
 
         return work
@@ -265,10 +267,16 @@ class Ranks:
         self._snapshot = await in_thread(lambda _: self._copied(layout, bits, version))
         self._begun, self.version = self._met, version
 
-    async def prepare(self, identity: Identity, kind: str) -> Prepared:
-        """Make a version ready to be sent. DELTA: the trainer's parts against the copies; KEYFRAME: the copies."""
+    async def prepare(self, identity: Identity, kind: str, *, finite_over: int | None = None) -> Prepared:
+        """Make a version ready to be sent. DELTA: the trainer's parts against the copies; KEYFRAME: the copies.
+
+        finite_over: the live version (-1: none), over which only finite values may be published; None: any may.
+
+        Raises:
+            WeightsNotFinite: a new value is NaN or infinite, and may not be.
+        """
         facts = {"run_id": identity.run_id, "epoch": identity.epoch, "version": identity.version}
-        own, *others = await self._all({"do": kind, "identity": facts})
+        own, *others = await self._all({"do": kind, "identity": facts, "finite_over": finite_over})
         assert isinstance(own, Prepared)
         manifests = [own.manifest, *others]
         counts = [len(manifest.chunk_bytes) for manifest in manifests]

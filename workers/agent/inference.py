@@ -36,6 +36,8 @@ from ...fabric.contract.records import RunConfig, Sampling, TurnJob, TurnResult,
 from ...fabric.contract.sampling import GUIDED, SEED_MAX, check_sampling, sampling_from, with_ends
 from ...fabric.contract.sides import dense
 from ...fabric.host.helpers import Helpers
+from ...fabric.inspect.diagnosing import diagnose_run
+from ...fabric.inspect.diagnosis import is_well
 from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.inference import (
     ABORT,
@@ -192,6 +194,17 @@ class FleetInference:
             is_paused=not self._may_begin.is_set(),
             running_count=len(self._requests),
         )
+
+    async def why_waiting(self) -> str:
+        """See ports/inference.py."""
+        if not self._may_begin.is_set():
+            return "requests are held back by a pause. Send POST /resume, or /continue_generation"
+        try:
+            causes = await diagnose_run(self._fabric.board, self._run.run_id)
+        except (BrokerError, WireError) as error:
+            log.warning("inference.not_diagnosed", extra={"error": str(error)})
+            return ""
+        return "" if is_well(causes) else causes[0].words
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """See ports/inference.py."""

@@ -94,7 +94,9 @@ class LiveTrainer(Role):
 
     def publish_first(self) -> int:
         """The state as it is, as a keyframe; returns its payload's bytes."""
-        report = self.run(self._publisher.publish(self.recording.shaped(self._state), self.version))
+        report = self.run(
+            self._publisher.publish(self.recording.shaped(self._state), self.version, allow_nonfinite=True)
+        )
         return report.payload_bytes
 
     def train(self) -> int:
@@ -106,7 +108,9 @@ class LiveTrainer(Role):
     def publish(self) -> dict[str, float]:
         """The state through our publisher: when it was begun, and how long encoding took."""
         started_s = time.monotonic()
-        report = self.run(self._publisher.publish(self.recording.shaped(self._state), self.version))
+        report = self.run(
+            self._publisher.publish(self.recording.shaped(self._state), self.version, allow_nonfinite=True)
+        )
         return {"started_s": started_s, "encode_s": report.encode_s, "payload_bytes": float(report.payload_bytes)}
 
     def publish_dense(self) -> float:

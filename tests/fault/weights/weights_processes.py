@@ -97,7 +97,7 @@ async def _train(url: str, directory: Path, rng: np.random.Generator, last_versi
                 version = head.version + 1
                 _step(bits, rng, version)
             journal.write("tried", version, digest_of(bits))
-            await publisher.publish(_tensors(bits), version)
+            await publisher.publish(_tensors(bits), version, allow_nonfinite=True)
             if version % CHECKPOINT_EVERY == 0:
                 _save(directory, bits)
             await asyncio.sleep(rng.random() * 2 * PACE_S)
@@ -110,7 +110,7 @@ async def _train(url: str, directory: Path, rng: np.random.Generator, last_versi
         try:
             version = (await fabric.weights.head(RUN)).version + 1
             journal.write("tried", version, digest_of(bits))
-            await publisher.publish(_tensors(bits), version)
+            await publisher.publish(_tensors(bits), version, allow_nonfinite=True)
             break
         except FabricError:
             await asyncio.sleep(PACE_S)

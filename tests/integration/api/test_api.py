@@ -214,7 +214,7 @@ async def test_published_weights_are_shown_with_their_sizes(api: ApiWorld) -> No
 async def publish_twelve(api: ApiWorld) -> None:
     """Versions 0 to 11 of 40 kB, a hundred elements changed by each."""
     publisher, rng = Publisher(api.fabric.weights, "r1"), np.random.default_rng(0)
-    tensor = rng.integers(0, 1 << 15, 20000, dtype=np.uint16)
+    tensor = rng.integers(0, 0x7000, 20000, dtype=np.uint16)
     for version in range(12):
         await publisher.publish({"w": tensor}, version)
         tensor[version * 100 : version * 100 + 100] += 1

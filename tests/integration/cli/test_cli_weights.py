@@ -28,7 +28,7 @@ LAYOUT = Layout((TensorSpec("norm", "float32", (64,)), TensorSpec("w", "bfloat16
 
 def weights(version: int) -> dict[str, Any]:
     """Of a version: `w` moves by one step in a hundred places, `norm` in one."""
-    w = np.random.default_rng(0).integers(0, 1 << 15, 20000, dtype=np.uint16)
+    w = np.random.default_rng(0).integers(0, 0x7000, 20000, dtype=np.uint16)
     for each in range(version):
         w[each * 100 : each * 100 + 100] += 1
     norm = np.ones(64, np.float32)

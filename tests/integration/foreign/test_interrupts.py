@@ -53,7 +53,7 @@ with rollfab.connect() as fabric:
     for density in (1, 0.6, 0.01):
         run = fabric.run(f"density-{int(density * 100)}", model="any", environment="frozenlake")
         weights = {f"w{n}": rng.integers(0, 2**16, 2_000_000, dtype=np.uint16) for n in range(4)}
-        run.publish(weights, 0)
+        run.publish(weights, 0, allow_nonfinite=True)
         version = 0
         for round in range(10):
             version += 1
@@ -63,13 +63,13 @@ with rollfab.connect() as fabric:
                                     (threading.main_thread().ident, number))
             try:
                 timer.start()
-                run.publish(weights, version)
+                run.publish(weights, version, allow_nonfinite=True)
                 timer.join()
             except (Stopped, KeyboardInterrupt):
                 count += 1
             train(weights, density)
             version += 1
-            run.publish(weights, version)
+            run.publish(weights, version, allow_nonfinite=True)
             found = run.weights()
             wrong += any((found[name] != array).any() for name, array in weights.items())
 print(count, wrong)

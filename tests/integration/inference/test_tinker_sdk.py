@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 SDK = ROOT / "tests" / "support" / "clients" / "tinker_clients.py"
 CLIENTS, SAMPLES, LENGTH = 8, 2, 200
-SAID = "said.jsonl"
+SAID, LOGGED = "said.jsonl", "logged.txt"
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,12 @@ def sdk(fleet: InferenceProcess, tmp_path: Path, *words: Any) -> subprocess.Pope
         "HF_HUB_OFFLINE": "1",
     }
     command = [str(CLIENTS_PYTHON), str(SDK), *map(str, words)]
-    with (tmp_path / SAID).open("w") as out:  # a pipe that nobody reads meanwhile would hold them
-        return subprocess.Popen(command, env=place, stdout=out, stderr=sys.stderr)
+    with (tmp_path / SAID).open("w") as out, (tmp_path / LOGGED).open("w") as log:  # a pipe would hold them
+        return subprocess.Popen(command, env=place, stdout=out, stderr=log)
 
 
 def said(process: subprocess.Popen[bytes], tmp_path: Path) -> Any:
-    assert process.wait(timeout=200) == 0
+    assert process.wait(timeout=200) == 0, (tmp_path / LOGGED).read_text()
     return json.loads((tmp_path / SAID).read_text().splitlines()[-1])
 
 
@@ -105,6 +105,29 @@ def test_eight_clients_at_once_lose_nothing_while_workers_die_and_join(fleet: In
     assert [row[:2] + row[4:5] for row in said(process, tmp_path)] == [row[:2] + row[4:5] for row in calm]
     counters = fabric.ask(lambda ports: ports.board.run_status(RUN)).counters
     assert counters.get("turns_resumed", 0) > 0, "some went on with the tokens that they had"
+
+
+@pytest.mark.fault
+def test_while_no_worker_is_there_the_sdk_logs_why_and_goes_on_when_one_comes(
+    fleet: InferenceProcess, tmp_path: Path
+) -> None:
+    # Given a fleet whose only worker was killed, and nobody starts it again
+    fabric = fleet.fabric
+    for name in {"dedicated", "second"} & set(fabric.supervisor.children):
+        os.kill(fabric.supervisor.children[name].pid or 0, signal.SIGKILL)
+    # When the SDK samples; then it logs the cause and the next step, in our words
+    process = sdk(fleet, tmp_path, 1, 1, 24)
+    log = tmp_path / LOGGED
+    deadline_s = time.monotonic() + 120.0  # not fabric.until, which starts dead children again
+    while "Sampling is paused" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline_s, "the SDK does not log that it is paused"
+        time.sleep(0.1)
+    (line,) = [each for each in log.read_text().splitlines() if "Sampling is paused" in each]
+    assert "Reason: no worker is connected that could generate for run 'policy'" in line, line
+    assert "rollfab worker --model tiny" in line, line
+    # And when the worker is there again, it has its sample
+    fabric.supervisor.watch()
+    assert len(said(process, tmp_path)[0][1]) == 24
 
 
 def _claimed(fleet: InferenceProcess) -> int:

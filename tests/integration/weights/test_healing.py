@@ -115,7 +115,7 @@ HOWS = ("missing", "truncated", "flipped", "swapped", "wrong type", "manifest mi
 async def world(url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(snapshot, "CHUNK_BYTES", 8 << 10)  # several chunks in a keyframe
     rng = np.random.default_rng(0)
-    weights = {"w": rng.integers(0, 1 << 15, 30_000, dtype=np.uint16), "b": np.zeros(50, np.uint16)}
+    weights = {"w": rng.integers(0, 0x7000, 30_000, dtype=np.uint16), "b": np.zeros(50, np.uint16)}
     ports = await RedisFabric.open(url, client_name="test")
     publisher = Publisher(ports.weights, RUN)
     yield World(ports, redis, publisher, weights)

@@ -158,7 +158,7 @@ async def test_reports_of_damage_that_are_lies_have_the_publisher_read_less_and_
     broker: CountingStore, clock: StepClock, chunks: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     # Given a publisher that reads nothing unasked, and all that it holds reported again and again
-    weights = {"w": np.random.default_rng(0).integers(0, 1 << 15, 8 << 20, dtype=np.uint16)}
+    weights = {"w": np.random.default_rng(0).integers(0, 0x7000, 8 << 20, dtype=np.uint16)}
     publisher = Publisher(broker, RUN, clock=clock, scrub_bytes_per_s=0)
     await publisher.publish(weights, 0)
     size = sum(int(each) for manifest in publisher._upkeep.held() for each in manifest.chunk_bytes)

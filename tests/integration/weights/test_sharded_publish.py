@@ -57,6 +57,23 @@ async def test_what_fsdp_ranks_publish_is_the_gathered_model(trainer: Ranks, sto
     assert 0 < sent_bytes < 0.05 * report.dense_bytes
 
 
+async def test_a_value_of_one_rank_that_is_not_finite_is_refused_on_all_unless_it_is_permitted(
+    trainer: Ranks, store: Any
+) -> None:
+    trainer.all("open", "finite", "fsdp")
+    trainer.all("publish", 0)
+    live = await bits_of(store, "finite", 0)
+    trainer.some([2], "spoil")
+
+    for answer in trainer.all("publish", 1):
+        assert answer["error"] == "WeightsNotFinite"
+        assert "rank 2: version 1 has 1 new value" in answer["text"] and "version 0 stays live" in answer["text"]
+    await assert_published(store, "finite", 0, live)
+    reports = [answer["report"] for answer in trainer.all("publish", 1, allow_nonfinite=True)]
+    assert reports[0].kind == "delta"
+    await assert_published(store, "finite", 1, trainer.all("full")[0])
+
+
 async def test_ranks_of_tensor_and_pipeline_parallelism_publish_the_checkpoint(trainer: Ranks, store: Any) -> None:
     trainer.all("open", "megatron", "megatron")
     for version in range(3):

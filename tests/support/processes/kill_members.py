@@ -79,7 +79,7 @@ async def publish(fabric: RedisFabric, run_id: str, pipe: Connection) -> None:
     pipe.send(("up",))
     while True:
         version = await asyncio.to_thread(pipe.recv)
-        await publisher.publish(Model(version).named_parameters(), version)
+        await publisher.publish(Model(version).named_parameters(), version, allow_nonfinite=True)
         report = collective.last
         assert report is not None
         pipe.send(("published", version, len(report.reached), report.round_count, report.error))

@@ -35,14 +35,14 @@ class Ranks:
     processes: list[BaseProcess] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
 
-    def all(self, do: str, *arguments: Any) -> list[Answer]:
+    def all(self, do: str, *arguments: Any, **wishes: Any) -> list[Answer]:
         """Have every rank do it at once; what they say, by rank. A rank that died says {"dead": True}."""
-        return self.some(range(len(self.pipes)), do, *arguments)
+        return self.some(range(len(self.pipes)), do, *arguments, **wishes)
 
-    def some(self, ranks: Sequence[int], do: str, *arguments: Any) -> list[Answer]:
+    def some(self, ranks: Sequence[int], do: str, *arguments: Any, **wishes: Any) -> list[Answer]:
         for rank in ranks:
             with contextlib.suppress(BrokenPipeError):
-                self.pipes[rank].send((do, arguments))
+                self.pipes[rank].send((do, arguments, wishes))
         return [self._answer(rank) for rank in ranks]
 
     def _answer(self, rank: int) -> Answer:
@@ -86,8 +86,8 @@ def _main(rank: int, size: int, pipe: Connection, port: int, url: str) -> None:
     with asyncio.Runner() as runner:
         trainer = runner.run(_Trainer.connect(url))
         while True:
-            do, arguments = pipe.recv()
-            pipe.send(runner.run(getattr(trainer, do)(*arguments)))
+            do, arguments, wishes = pipe.recv()
+            pipe.send(runner.run(getattr(trainer, do)(*arguments, **wishes)))
 
 
 class _Trainer:
@@ -141,12 +141,20 @@ class _Trainer:
                 local[:1] += 1
         return {}
 
-    async def publish(self, version: int) -> Answer:
+    async def spoil(self) -> Answer:
+        """Make a value of this rank's parts NaN."""
+        import torch
+
+        with torch.no_grad():
+            next(iter(self.model.parameters())).to_local().view(-1)[:1] = float("nan")
+        return {}
+
+    async def publish(self, version: int, **wishes: bool) -> Answer:
         from rollfab.fabric.contract.errors import FabricError
 
         try:
             async with asyncio.timeout(self.patience_s):
-                report = await self.publisher.publish([*self._named()], version)
+                report = await self.publisher.publish([*self._named()], version, **wishes)
         except (FabricError, TimeoutError) as error:
             return {"error": type(error).__name__, "text": str(error)}
         return {"report": report, "rank_bytes": self.publisher._ranks._exchange.sent_bytes}

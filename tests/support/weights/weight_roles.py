@@ -56,7 +56,7 @@ class Trainer:
                     self.version = self._number(head.version)
                 storm.truth.is_tried(self.process.name, self.version, self.model)
                 async with asyncio.timeout(self._patience_s()):
-                    await publisher.publish(self.model.tensors(), self.version)
+                    await publisher.publish(self.model.tensors(), self.version, allow_nonfinite=True)
                 publisher.start()
                 goal -= self.is_last
                 self._conflict_count = 0

@@ -133,6 +133,11 @@ async def test_what_is_not_made_yet_is_asked_for_again_and_what_is_given_up_free
     # While it is made, the SDK is told to come again; and there is no room for more
     pending = await ask(http, "retrieve_future", 408, request_id=names[0], allow_metadata_only=True)
     assert (pending["type"], pending["queue_state"]) == ("try_again", "active")
+    assert "queue_state_reason" not in pending
+    # And where the run stands, it is told why
+    inference.why = "no rollout worker is connected. Start one: rollfab worker"
+    pending = await ask(http, "retrieve_future", 408, request_id=names[0])
+    assert (pending["queue_state"], pending["queue_state_reason"]) == ("paused_capacity", inference.why)
     await ask(http, "asample", 429, **{**SAMPLE, "seq_id": 2})
     # When one is given up, its work ends, there is room again, and its future is gone
     await ask(http, "cancel_future", request_id=names[1])

@@ -52,7 +52,7 @@ async def store() -> LyingStore:
     a = rng.integers(0, 1 << 16, (300, 200), dtype=np.uint16)
     b, none = rng.standard_normal(500).astype(np.float32), np.zeros((0, 3), np.float32)
     for version in range(VERSIONS):
-        await publisher.publish({"a": a, "b": b, "none": none}, version)
+        await publisher.publish({"a": a, "b": b, "none": none}, version, allow_nonfinite=True)
         a.reshape(-1)[rng.choice(a.size, 400, replace=False)] += np.uint16(1)
         b[version] += 0.5
     return store

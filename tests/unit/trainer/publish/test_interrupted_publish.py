@@ -169,7 +169,9 @@ async def interrupted_life(points: Points, target: int, at: int, case: tuple[flo
     count = 0
     for version in range(4):
         truths[version] = trainer.copy()
-        task = asyncio.ensure_future(run.publish(trainer.named, version=version, compares_on=compares_on))
+        task = asyncio.ensure_future(
+            run.publish(trainer.named, version=version, compares_on=compares_on, allow_nonfinite=True)
+        )
         points.aim(
             target if version == at else -1, partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
         )
@@ -228,7 +230,7 @@ def _signalled_life(points: Points, loop: _Loop, target: int, density: float) ->
         truths[version] = trainer.copy()
         points.aim(target if version == 1 else -1, lambda: signal.pthread_kill(main, signal.SIGUSR1))
         try:
-            client.publish(trainer.named, version)
+            client.publish(trainer.named, version, allow_nonfinite=True)
         except Stopped:
             assert version == 1
             assert not asyncio.run_coroutine_threadsafe(_others(), loop._loop).result()
@@ -247,9 +249,9 @@ async def test_a_cancelling_leaves_no_thread_behind_however_often_it_comes() -> 
     # Given threads that encode one region after another, slowly, and a task that is cancelled twice
     _, run = make_run(Points())
     named = {f"layer.{n}": np.zeros(100, dtype=np.uint16) for n in range(40)}
-    await run.publish(named, version=0)
+    await run.publish(named, version=0, allow_nonfinite=True)
     with slowly() as (started, begun):
-        task = asyncio.ensure_future(run.publish(named, version=1))
+        task = asyncio.ensure_future(run.publish(named, version=1, allow_nonfinite=True))
         await asyncio.to_thread(begun.wait, 5)
         task.cancel()
         await asyncio.sleep(0.001)
@@ -270,19 +272,19 @@ async def test_a_timeout_is_still_a_timeout(points: Points) -> None:
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await run.publish(trainer.named, version=0)
+            await run.publish(trainer.named, version=0, allow_nonfinite=True)
 
     points.aim(-1, lambda: None)
-    await run.publish(trainer.named, version=1)
+    await run.publish(trainer.named, version=1, allow_nonfinite=True)
 
 
 async def test_an_interrupted_version_that_is_out_cannot_be_published_again_with_other_weights(points: Points) -> None:
     # Given a version whose call was cancelled when the head had moved
     store, run = make_run(points)
     trainer = Trainer(0.9, "numpy")
-    await run.publish(trainer.named, version=0)
+    await run.publish(trainer.named, version=0, allow_nonfinite=True)
     trainer.train()
-    task = asyncio.ensure_future(run.publish(trainer.named, version=1))
+    task = asyncio.ensure_future(run.publish(trainer.named, version=1, allow_nonfinite=True))
     with (
         mock.patch.object(store, "advance_head", _cancelling(store.advance_head, task)),
         pytest.raises(asyncio.CancelledError),
@@ -293,7 +295,7 @@ async def test_an_interrupted_version_that_is_out_cannot_be_published_again_with
 
     # Then the same number with other weights is refused, and what is out is what it was
     with pytest.raises(VersionConflict, match="publish 2 or higher"):
-        await run.publish(trainer.named, version=1)
+        await run.publish(trainer.named, version=1, allow_nonfinite=True)
     assert_same(await fetch_weights(store, RUN), truth)
 
 
@@ -334,10 +336,10 @@ async def test_a_rank_of_a_sharded_trainer_that_is_interrupted_reads_nothing_aft
     try:
         publisher = Publisher(store, RUN, group=torch.distributed.group.WORLD, thread_count=2)
         named = {f"layer.{n}": torch.zeros(100, dtype=torch.bfloat16) for n in range(40)}
-        await publisher.publish(named, 0)
-        await publisher.publish(named, 1)
+        await publisher.publish(named, 0, allow_nonfinite=True)
+        await publisher.publish(named, 1, allow_nonfinite=True)
         with slowly() as (started, begun):
-            task = asyncio.ensure_future(publisher.publish(named, 2))
+            task = asyncio.ensure_future(publisher.publish(named, 2, allow_nonfinite=True))
             await asyncio.to_thread(begun.wait, 5)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -349,7 +351,7 @@ async def test_a_rank_of_a_sharded_trainer_that_is_interrupted_reads_nothing_aft
             assert len(started) == seen < 40
         assert (await store.head(RUN)).version == 1
         with pytest.raises(WeightError, match="rank 0 was interrupted while publishing: start the ranks again"):
-            await publisher.publish(named, 2)
+            await publisher.publish(named, 2, allow_nonfinite=True)
         await publisher.close()
     finally:
         torch.distributed.destroy_process_group()

@@ -81,18 +81,18 @@ async def require(store: FaultyStore, version: int, expected: dict[str, Any]) ->
 async def test_a_trainers_deltas_become_versions_bit_by_bit(store: FaultyStore, trainer: Trainer) -> None:
     # Given the checkpoint that the trainer began with
     publisher = Publisher(store, RUN)
-    await publisher.publish(trainer.checkpoint, 0)
+    await publisher.publish(trainer.checkpoint, 0, allow_nonfinite=True)
     history = [trainer.stored()]
 
     # When its deltas are published, in either encoding
     for encoding in ("xor", "overwrite", "xor"):
-        report = await publisher.publish(trainer.step(encoding), trainer.version)
+        report = await publisher.publish(trainer.step(encoding), trainer.version, allow_nonfinite=True)
         history.append(trainer.stored())
         assert report.kind == "delta" and 0 < report.changed_count < 40
     assert store.fetched == []  # on the publisher's own copy
 
     # And by another process, which takes the base from the broker
-    await Publisher(store, RUN).publish(trainer.step(), trainer.version)
+    await Publisher(store, RUN).publish(trainer.step(), trainer.version, allow_nonfinite=True)
     history.append(trainer.stored())
 
     # Then every version has every bit
@@ -106,10 +106,10 @@ async def test_a_delta_follows_tensors_that_are_compared_on_their_device(store: 
         spec.name: torch.from_numpy(trainer.bits[spec.name].copy()).view(getattr(torch, spec.dtype)).reshape(spec.shape)
         for spec in LAYOUT.tensors
     }
-    await publisher.publish(tensors, 0)
+    await publisher.publish(tensors, 0, allow_nonfinite=True)
 
     for version in (1, 2):
-        await publisher.publish(trainer.step(), version)
+        await publisher.publish(trainer.step(), version, allow_nonfinite=True)
 
     assert store.fetched == []
     await require(store, 2, trainer.stored())
@@ -117,7 +117,7 @@ async def test_a_delta_follows_tensors_that_are_compared_on_their_device(store: 
 
 async def test_a_full_version_among_the_deltas_is_published_too(store: FaultyStore, trainer: Trainer) -> None:
     publisher = Publisher(store, RUN)
-    await publisher.publish(trainer.checkpoint, 0)
+    await publisher.publish(trainer.checkpoint, 0, allow_nonfinite=True)
     trainer.step()
     trainer.step()
     full = trainer.directory / "updates" / "weight_v000003"
@@ -128,17 +128,19 @@ async def test_a_full_version_among_the_deltas_is_published_too(store: FaultySto
         json.dumps({"metadata": {"version": "000003"}, "weight_map": dict.fromkeys(trainer.bits, "model.safetensors")})
     )
 
-    await publisher.publish(full, 3)
-    await publisher.publish(trainer.step(), 4)
+    await publisher.publish(full, 3, allow_nonfinite=True)
+    await publisher.publish(trainer.step(), 4, allow_nonfinite=True)
 
     await require(store, 4, trainer.stored())
 
 
 async def test_a_delta_without_changes_is_a_version(store: FaultyStore, trainer: Trainer) -> None:
     publisher = Publisher(store, RUN)
-    await publisher.publish(trainer.checkpoint, 0)
+    await publisher.publish(trainer.checkpoint, 0, allow_nonfinite=True)
     same = {name: each.tobytes() for name, each in trainer.bits.items()}
-    report = await publisher.publish(trainer_writes(trainer.directory / "updates", same, same, 1), 1)
+    report = await publisher.publish(
+        trainer_writes(trainer.directory / "updates", same, same, 1), 1, allow_nonfinite=True
+    )
     assert (report.version, report.changed_count) == (1, 0)
 
 
@@ -148,15 +150,15 @@ async def test_a_delta_that_could_not_be_sent_is_published_again(
     store: FaultyStore, trainer: Trainer, point: str, is_lost: bool
 ) -> None:
     publisher = Publisher(store, RUN)
-    await publisher.publish(trainer.checkpoint, 0)
+    await publisher.publish(trainer.checkpoint, 0, allow_nonfinite=True)
     path = trainer.step()
     store.fail_at, store.lose_answer_at = ("", point) if is_lost else (point, "")
     with pytest.raises(BrokerError):
-        await publisher.publish(path, 1)
+        await publisher.publish(path, 1, allow_nonfinite=True)
     store.fail_at = store.lose_answer_at = ""
 
-    await publisher.publish(path, 1)
-    await publisher.publish(trainer.step(), 2)
+    await publisher.publish(path, 1, allow_nonfinite=True)
+    await publisher.publish(trainer.step(), 2, allow_nonfinite=True)
 
     await require(store, 2, trainer.stored())
 
@@ -168,19 +170,19 @@ async def test_a_delta_is_taken_onto_its_base_alone(store: FaultyStore, trainer:
     publisher = Publisher(store, RUN)
     first, second, third = trainer.step(), trainer.step(), trainer.step()
     with pytest.raises(VersionConflict, match=r"change of version 0.*has no weights yet: publish the checkpoint that"):
-        await publisher.publish(first, 1)
+        await publisher.publish(first, 1, allow_nonfinite=True)
     trainer = Trainer(trainer.directory / "again")
-    await publisher.publish(trainer.checkpoint, 0)
+    await publisher.publish(trainer.checkpoint, 0, allow_nonfinite=True)
     with pytest.raises(VersionConflict, match=r"change of version 1, and run 'publish' holds version 0: publish those"):
-        await publisher.publish(second, 2)
+        await publisher.publish(second, 2, allow_nonfinite=True)
     with pytest.raises(InputError, match=r"weight_v000001 is version 1, and was to be published as 5: give version=1"):
-        await publisher.publish(first, 5)
-    await publisher.publish(first, 1)
+        await publisher.publish(first, 5, allow_nonfinite=True)
+    await publisher.publish(first, 1, allow_nonfinite=True)
     for each in (first, third):
         with pytest.raises(VersionConflict):
-            await publisher.publish(each, int(each.name[-1]))
-    await publisher.publish(second, 2)
-    await publisher.publish(third, 3)
+            await publisher.publish(each, int(each.name[-1]), allow_nonfinite=True)
+    await publisher.publish(second, 2, allow_nonfinite=True)
+    await publisher.publish(third, 3, allow_nonfinite=True)
 
 
 def edit_index(path: Path, **facts: Any) -> None:
@@ -349,7 +351,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 async def test_a_damaged_delta_is_refused_whole(store: FaultyStore, trainer: Trainer, damage: str) -> None:
     # Given a run at the trainer's first version, and a delta that is damaged after it was written
     publisher = Publisher(store, RUN)
-    await publisher.publish(trainer.checkpoint, 0)
+    await publisher.publish(trainer.checkpoint, 0, allow_nonfinite=True)
     before = trainer.stored()
     path = trainer.step()
     good = {file.name: file.read_bytes() for file in path.iterdir()}
@@ -360,7 +362,7 @@ async def test_a_damaged_delta_is_refused_whole(store: FaultyStore, trainer: Tra
     tracemalloc.start()
     try:
         with pytest.raises(kind, match=text) as raised:
-            await publisher.publish(path, 1)
+            await publisher.publish(path, 1, allow_nonfinite=True)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -376,7 +378,7 @@ async def test_a_damaged_delta_is_refused_whole(store: FaultyStore, trainer: Tra
         file.unlink()
     for name, data in good.items():
         (path / name).write_bytes(data)
-    await publisher.publish(path, 1)
+    await publisher.publish(path, 1, allow_nonfinite=True)
     await require(store, 1, trainer.stored())
 
 
@@ -384,10 +386,10 @@ async def test_another_base_is_told_by_the_checksums(store: FaultyStore, trainer
     other = trainer.stored()
     other["embed.weight"][5] ^= 1
     save_bits(trainer.checkpoint / "model.safetensors", LAYOUT, other)
-    await Publisher(store, RUN).publish(trainer.checkpoint, 0)
+    await Publisher(store, RUN).publish(trainer.checkpoint, 0, allow_nonfinite=True)
     path = trainer.step()
     with pytest.raises(DigestMismatch, match=re.escape("the run's version 0 is not the trainer's")):
-        await Publisher(store, RUN).publish(path, 1)
+        await Publisher(store, RUN).publish(path, 1, allow_nonfinite=True)
 
 
 def test_a_file_of_a_delta_and_a_delta_for_several_ranks_are_refused(trainer: Trainer) -> None:

@@ -25,6 +25,7 @@ from rollfab.fabric.contract.errors import (
     LayoutMismatch,
     VersionConflict,
     VersionUnknown,
+    WeightsNotFinite,
 )
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import Holder, WeightManifest
@@ -102,7 +103,7 @@ async def test_every_kind_of_tensor_is_published_exactly(trainer: Trainer) -> No
         "negative view": torch.view_as_complex(torch.randn(3, 2)).conj().imag,
     }
 
-    await trainer.publisher.publish(tensors, 0)
+    await trainer.publisher.publish(tensors, 0, allow_nonfinite=True)
     found = await fetch_weights(trainer.store, RUN)
 
     assert found["bf16"].dtype == np.uint16
@@ -114,9 +115,43 @@ async def test_every_kind_of_tensor_is_published_exactly(trainer: Trainer) -> No
         np.testing.assert_array_equal(found[name].reshape(-1).view(np.uint8), expected)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+async def test_new_values_that_are_not_finite_are_refused_by_name(trainer: Trainer, value: float) -> None:
+    # Given a trainer whose first step is good
+    await trainer.publish(0)
+    before, kept = published(trainer.store), copy.deepcopy(trainer.model.state_dict())
+    with torch.no_grad():
+        trainer.model[2].bias[1:3] = value
+    # When it publishes a step that is not; then tensor, count, live version and next step are named, and nothing moved
+    with pytest.raises(
+        WeightsNotFinite, match=r"2 new values.* in '2.bias' \(2 of 5\): nothing was.*version 0 stays.*allow_nonfinite"
+    ):
+        await trainer.publish(1, rate=0.0)
+    assert published(trainer.store) == before
+    # And it goes on with a delta, from weights that are finite
+    trainer.model.load_state_dict(kept)
+    assert (await trainer.publish(1)).kind == DELTA
+    await trainer.check()
+
+
+async def test_what_is_not_finite_and_permitted_stays_live_without_permission(trainer: Trainer) -> None:
+    # Given a version with such a value, which was permitted
+    with torch.no_grad():
+        trainer.model[2].bias[1] = float("nan")
+    with pytest.raises(WeightsNotFinite, match="no version is live"):
+        await trainer.publish(0)
+    assert published(trainer.store) == (-1, {}, {})
+    await trainer.publish(0, allow_nonfinite=True)
+    # When others change, also in the same tensor; then nobody is asked again, for a keyframe beside a delta neither
+    for version in range(1, 20):
+        report = await trainer.publish(version, rate=1e-2, keyframe=version == 19)
+    assert report.kind == DELTA and report.keyframe_bytes > 0
+    await trainer.check()
+
+
 async def test_what_was_fetched_can_be_published_again(trainer: Trainer) -> None:
     await trainer.publish(0)
-    report = await trainer.publisher.publish(await fetch_weights(trainer.store, RUN), 1)
+    report = await trainer.publisher.publish(await fetch_weights(trainer.store, RUN), 1, allow_nonfinite=True)
     assert (report.kind, report.changed_count, report.payload_bytes) == (DELTA, 0, 0)
 
 
@@ -312,14 +347,14 @@ async def test_every_eight_deltas_are_folded_into_a_jump_that_leads_to_the_same_
     # Given a model whose keyframe is dear, and deltas of a few elements each
     rng = np.random.default_rng(1)
     weights = {"w": rng.integers(0, 2**16, 60_000, dtype=np.uint16), "b": rng.integers(0, 2**16, 50, dtype=np.uint16)}
-    await plain.publish(weights, 0)
+    await plain.publish(weights, 0, allow_nonfinite=True)
     start = {name: array.copy() for name, array in weights.items()}
 
     # When 64 versions are published
     jumps = []
     for version in range(1, 65):
         weights["w"][rng.integers(0, 60_000, 30)] += rng.integers(0, 3, 30, dtype=np.uint16)
-        report = await plain.publish(weights, version)
+        report = await plain.publish(weights, version, allow_nonfinite=True)
         jumps.append(report.jump_bytes > 0)
 
     # Then every eighth brought a jump, the last one two, and the long one alone leads from the first to the last
@@ -347,7 +382,7 @@ async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_clean
     rng = np.random.default_rng(1)
     weights = {"w": rng.integers(0, 2**16, 60_000, dtype=np.uint16)}
     for version in range(4):
-        await plain.publish(weights, version)
+        await plain.publish(weights, version, allow_nonfinite=True)
         weights["w"][:30] += 1
     name = (3, DELTA, 1, 0)
     chunks = store.tables.chunks
@@ -356,7 +391,7 @@ async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_clean
     # When the run goes on
     reports = []
     for version in range(4, 40):
-        reports.append(await plain.publish(weights, version))
+        reports.append(await plain.publish(weights, version, allow_nonfinite=True))
         weights["w"][:30] += 1
 
     # Then it is written again, or a keyframe leads around it; jumps go on, and what nobody needs is gone
@@ -372,7 +407,7 @@ async def test_a_manifest_that_cannot_be_read_is_gone_around(store: FaultyStore,
     weights = {"w": np.random.default_rng(1).integers(0, 2**16, 60_000, dtype=np.uint16)}
     for version in range(10):
         weights["w"][:30] += 1
-        await plain.publish(weights, version)
+        await plain.publish(weights, version, allow_nonfinite=True)
     run = store.tables
     run.manifests[(5, DELTA)] = b"torn"
     run.manifests[(7, DELTA)] = run.manifests[(6, DELTA)]
@@ -383,7 +418,7 @@ async def test_a_manifest_that_cannot_be_read_is_gone_around(store: FaultyStore,
     # Then a newcomer finds its way, and so does a trainer that takes over
     np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], weights["w"])
     weights["w"][:30] += 1
-    assert (await Publisher(store, RUN).publish(weights, 10)).kind == DELTA
+    assert (await Publisher(store, RUN).publish(weights, 10, allow_nonfinite=True)).kind == DELTA
     np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], weights["w"])
 
 
@@ -402,7 +437,7 @@ async def test_every_version_that_is_listed_can_be_read_after_every_publish(
 
     for version in range(40):
         truths[version] = weights["w"].copy()
-        await plain.publish(weights, version)
+        await plain.publish(weights, version, allow_nonfinite=True)
 
         # Then the head and the versions before it are there, and whatever else is said to be
         listed = await listed_versions(store)
@@ -431,7 +466,7 @@ async def test_a_reader_whose_versions_are_deleted_while_it_reads_plans_again(de
         for _ in range(12):
             where = rng.random(20_000) < density
             weights["w"][where] = rng.integers(0, 2**16, np.count_nonzero(where), dtype=np.uint16)
-            await plain.publish(weights, version)
+            await plain.publish(weights, version, allow_nonfinite=True)
             version += 1
 
     await hurry()
@@ -476,7 +511,7 @@ async def test_a_reader_goes_around_a_jump_whose_chunks_are_gone(store: FaultySt
     weights = {"w": rng.integers(0, 2**16, 60_000, dtype=np.uint16)}
     start = weights["w"].copy()
     for version in range(9):
-        await plain.publish(weights, version)
+        await plain.publish(weights, version, allow_nonfinite=True)
         if version < 8:
             weights["w"][:30] += 1
     (jump,) = [item for item in await store.manifests(RUN, [(8, JUMPS[0])]) if item is not None]

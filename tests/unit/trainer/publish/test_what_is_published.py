@@ -48,7 +48,7 @@ async def test_what_was_read_is_published_again_as_it_is_whatever_its_dtype(tmp_
     layout, bits = every_dtype()
     save_bits(tmp_path / "model.safetensors", layout, bits)
     store, other = FaultyStore(), FaultyStore()
-    await Publisher(store, RUN).publish(tmp_path / "model.safetensors", 0)
+    await Publisher(store, RUN).publish(tmp_path / "model.safetensors", 0, allow_nonfinite=True)
     found = await fetch_weights(store, RUN)
     assert {name: found.dtypes[name] for name in found} == {name: name for name in ELEMENT_BYTES}
 
@@ -56,8 +56,8 @@ async def test_what_was_read_is_published_again_as_it_is_whatever_its_dtype(tmp_
     again = [found, found.copy(), copy.deepcopy(found), pickle.loads(pickle.dumps(found))]
     for version, weights in enumerate(again, start=1):
         assert isinstance(weights, Weights)
-        assert (await Publisher(store, RUN).publish(weights, version)).changed_count == 0
-    await Publisher(other, RUN).publish(found, 0)
+        assert (await Publisher(store, RUN).publish(weights, version, allow_nonfinite=True)).changed_count == 0
+    await Publisher(other, RUN).publish(found, 0, allow_nonfinite=True)
 
     # Then both are what was in the file
     for place in (store, other):
@@ -76,7 +76,7 @@ async def test_arrays_of_any_order_and_place_are_published_by_value(store: Fault
         "empty": np.zeros((0, 4), np.int64),
     }
 
-    await Publisher(store, RUN).publish(named, 0)
+    await Publisher(store, RUN).publish(named, 0, allow_nonfinite=True)
 
     found = await fetch_weights(store, RUN)
     for name, array in named.items():
@@ -181,7 +181,7 @@ def save_shards(directory: Path, *, tied: bool) -> dict[str, Any]:
 async def test_a_directory_of_safetensors_is_published(store: FaultyStore, tmp_path: Path, tied: bool) -> None:
     expected = save_shards(tmp_path, tied=tied)
 
-    await Publisher(store, RUN).publish(str(tmp_path), 0)
+    await Publisher(store, RUN).publish(str(tmp_path), 0, allow_nonfinite=True)
 
     found = await fetch_weights(store, RUN)
     assert ("lm_head.weight" in found) is not tied
