@@ -1,23 +1,15 @@
-"""verl's own CheckpointEngineManager and registries, publishing to a run."""
+"""What verl finds in its registries under "rollfab", publishing to a run. With its whole trainer: test_training.py."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
-from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
-from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.base import get_rollout_class
-from verl.workers.rollout.llm_server import LLMServerManager
 
 from rollfab.errors import ConfigError, LayoutMismatch
 from rollfab.trainer.client import Run
@@ -28,34 +20,8 @@ from tests.verl.training import SAMPLING, WALK, config_of
 
 
 def model_of(seed: int) -> torch.nn.Module:
-    """A model, and with it the tensors as verl lists them: its state, where the tied head comes twice."""
+    """A model, whose state is what verl lists: the tied head comes twice."""
     return build_model("tiny", seed)
-
-
-class Actor(Worker):
-    """A rank that trains, as verl's ActorRolloutRefWorker is to CheckpointEngineManager: workers/engine_workers.py."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        super().__init__()
-        self.engine = CheckpointEngineRegistry.new("rollfab", is_master=self.rank == 0, bucket_size=1, **settings)
-        self.read_count = 0
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, global_steps: int, mode: str) -> Any:
-        def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            for each in model_of(global_steps).state_dict().items():
-                self.read_count += 1
-                yield each[0], each[1].clone()
-
-        return await self.engine.send_weights(weights(), global_steps=global_steps)
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
-    def execute_checkpoint_engine(self, method: str, *given: Any, **settings: Any) -> Any:
-        return getattr(self.engine, method)(*given, **settings)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def counted(self) -> int:
-        return self.read_count
 
 
 @pytest.fixture
@@ -74,28 +40,19 @@ def check_holds(run: Run, version: int, seed: int) -> None:
         np.testing.assert_array_equal(weights[name], each.detach().numpy())
 
 
-def test_verl_publishes_where_it_would_send_and_starts_no_server(fabric: Processes, run: Run) -> None:
-    # Given what verl's PPOTrainerSeparateAsync makes: standalone servers, ranks that train, a manager of both
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # verl's wheel has a package `tests`, too
-    config = config_of(run, fabric.url)
-    servers = LLMServerManager.create(config=config)
-    settings = {"run": run.run_id, "url": fabric.url}
-    pool = RayResourcePool([2], use_gpu=False, name_prefix="actors", max_colocate_count=1)
-    actors = RayWorkerGroup(
-        resource_pool=pool,
-        ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Actor), settings=settings),
-        use_gpu=False,
-        device_name="cpu",
-    )
-    engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
-    manager = CheckpointEngineManager(config=engine, actor_wg=actors, replicas=servers.get_replicas())
-    # When it updates weights at two of its steps
-    assert manager.update_weights(7) == {"rollfab/version": 0.0}
-    check_holds(run, 0, 7)
-    assert manager.update_weights(8) == {"rollfab/version": 1.0}
-    # Then the run has them as its next versions, with the tied head once, and every rank took part
-    check_holds(run, 1, 8)
-    assert len(set(actors.counted())) == 1
+def test_the_first_rank_publishes_where_verl_would_send(fabric: Processes, run: Run) -> None:
+    # Given the engines that verl makes on two ranks: workers/engine_workers.py:686
+    settings = {"bucket_size": 1, "run": run.run_id, "url": fabric.url}
+    first, other = (CheckpointEngineRegistry.new("rollfab", is_master=each, **settings) for each in (True, False))
+    # When they are sent the weights of two of its steps
+    for step, version in ((7, 0), (8, 1)):
+        weights = iter(model_of(step).state_dict().items())
+        assert asyncio.run(other.send_weights(weights, global_steps=step)) == {}
+        assert not list(weights)  # it took part in the gathering
+        sent = asyncio.run(first.send_weights(iter(model_of(step).state_dict().items()), global_steps=step))
+        # Then the run has them as its next version, with the tied head once
+        assert sent == {"rollfab/version": version}
+        check_holds(run, version, step)
     # And a worker generates with them
     run.submit([{"seed": 1}])
     (group,) = list(run.groups(timeout=30, count=1))
@@ -108,8 +65,7 @@ def test_verl_publishes_where_it_would_send_and_starts_no_server(fabric: Process
     made = found[len(rollout.prompt_ids) - 1 : -1].gather(1, ids[0, len(rollout.prompt_ids) :, None])[:, 0]
     mask = rollout.completion_mask.astype(bool)
     np.testing.assert_allclose(made.numpy()[mask], rollout.logprobs[mask], atol=1e-4)
-    for each in actors.workers:
-        ray.kill(each)
+    first.publisher.close()
 
 
 def test_a_colocated_rank_publishes_too(fabric: Processes, run: Run) -> None:
