@@ -30,7 +30,7 @@ from tests.support.processes.fabric_processes import PYTHONPATH, ROOT, Processes
 
 WORLDS = "tests.support.worlds.worlds"
 HAS_VERL = find_spec("verl") is not None
-ACTOR_COUNT_MAX = 16  # of ray's actors that take a core by name: TransferQueue's three, and workers
+ACTOR_COUNT_MAX = 4  # that take a core by name: TransferQueue's three. ray starts a process for each core ahead
 
 if HAS_VERL:
     with warnings.catch_warnings(action="ignore"):  # its own are not ours, and would end the collection

@@ -62,7 +62,8 @@ def wishes(directory: Path) -> list[str]:
         f"trainer.default_local_dir={directory}/checkpoints",
         "trainer.v1.separate_async.parameter_sync_step=1",
         "trainer.v1.separate_async.num_warmup_batches=0",
-        "ray_kwargs.ray_init.num_cpus=32",
+        "ray_kwargs.ray_init.num_cpus=16",
+        "reward.num_workers=1",
         "+ray_kwargs.ray_init.num_gpus=1",  # ray's word for a place of a rank; there is none
     ]
 
