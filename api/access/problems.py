@@ -121,6 +121,11 @@ def _found(error: Mapping[str, Any], body: Any) -> dict[str, str]:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 400 and isinstance(error.__cause__, ValueError | RecursionError):
+        # The library says so of what json.loads has no place in the text for: no UTF-8, a number too long, too deep.
+        why = f"no JSON that can be read: {error.__cause__}"
+        found = [{"at": "body", "message": why}]
+        return problem(422, "InputError", f"the request cannot be used: body: {why}", {"problems": found})
     if error.status_code == 404:
         return problem(404, "NotFound", f"there is nothing at {request.url.path}: /docs lists what there is")
     answer = problem(error.status_code, "Refused", f"{request.method} {request.url.path}: {error.detail}")

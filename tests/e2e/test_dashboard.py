@@ -301,7 +301,7 @@ async def test_dead_letters_open_with_their_traceback(api: ApiWorld, browser: Br
     page = await browser.open(api.url)
     await page.wait_text(f"{CARD} [data-f=dead_count]", "1")
     await page.click(f"{CARD} [data-f=dead_count] a")
-    await page.click("details.cause summary")
+    await page.click(".cause summary")
     await page.wait_text("[data-letter] [data-f=reason]", "environment raised <b>ValueError</b>")
     await page.click("[data-letter] summary")
     await page.wait_text("[data-letter] pre", "Traceback: line 1")

@@ -404,7 +404,7 @@ async def test_dead_letters_are_grouped_by_cause_retried_and_discarded_after_a_l
     await page.wait_text("[data-run=r1] [data-f=dead_count]", "4")
     await page.click("[data-run=r1] [data-f=dead_count] a")
     # Then they stand by cause, and open with their traceback
-    cause = "[data-dead=r1] details.cause"
+    cause = "[data-dead=r1] .cause"
     await page.wait_text(cause, "environment raised <b>ValueError</b>: step # of #")
     await page.click(f"{cause} summary")
     await page.click("[data-letter] summary")

@@ -120,77 +120,73 @@ function byCause(causes, letters) {
 function cause(run, group, deal) {
   const words = group.cause ?? "of other causes";
   return h(
-    "details.cause",
+    "div.cause",
     { key: words },
+    h(
+      "details",
+      null,
+      h("summary", null, h("b.num", null, count(group.trajectory_count)), " ", h("span", { f: "cause" }, words)),
+      group.letters.map((each) => letter(run, group, each, deal)),
+    ),
+    group.cause !== null &&
+      h(
+        "span.buttons", // beside the summary, which is a button itself
+        null,
+        h(
+          "button",
+          {
+            f: "retry_cause",
+            "aria-label": `Retry all of cause ${words}`,
+            onclick: deal("retry", `those of this cause: ${words}`, { all: true, cause: group.cause }),
+          },
+          "Retry",
+        ),
+        " ",
+        h(
+          "button.danger",
+          {
+            f: "discard_cause",
+            "aria-label": `Discard all of cause ${words}`,
+            onclick: deal("discard", `those of this cause: ${words}`, { all: true, cause: group.cause }),
+          },
+          "Discard",
+        ),
+      ),
+  );
+}
+
+function letter(run, group, found, deal) {
+  return h(
+    "details.letter",
+    { key: found.trajectory_id, "data-letter": found.trajectory_id },
     h(
       "summary",
       null,
-      h("b.num", null, count(group.trajectory_count)),
+      h("b", null, found.trajectory_id),
       " ",
-      h("span", { f: "cause" }, words),
+      h("span", { f: "reason" }, found.reason),
+      h("small", null, `attempt ${found.attempt} on ${found.worker_id}`),
+    ),
+    h(
+      "p.row",
+      null,
+      h("a", { href: trajectoryHref(run.run_id, found.trajectory_id) }, "Its trajectory"),
       h("span.grow"),
-      group.cause !== null &&
+      group.cause !== null && [
         h(
-          "span.buttons",
-          { onclick: (event) => event.preventDefault() },
-          h(
-            "button",
-            {
-              f: "retry_cause",
-              "aria-label": `Retry all of cause ${words}`,
-              onclick: deal("retry", `those of this cause: ${words}`, { all: true, cause: group.cause }),
-            },
-            "Retry",
-          ),
-          " ",
-          h(
-            "button.danger",
-            {
-              f: "discard_cause",
-              "aria-label": `Discard all of cause ${words}`,
-              onclick: deal("discard", `those of this cause: ${words}`, { all: true, cause: group.cause }),
-            },
-            "Discard",
-          ),
+          "button",
+          { f: "retry", onclick: deal("retry", found.trajectory_id, { trajectory_ids: [found.trajectory_id] }) },
+          "Retry",
         ),
+        " ",
+        h(
+          "button.danger",
+          { f: "discard", onclick: deal("discard", found.trajectory_id, { trajectory_ids: [found.trajectory_id] }) },
+          "Discard",
+        ),
+      ],
     ),
-    group.letters.map((letter) =>
-      h(
-        "details.letter",
-        { key: letter.trajectory_id, "data-letter": letter.trajectory_id },
-        h(
-          "summary",
-          null,
-          h("b", null, letter.trajectory_id),
-          " ",
-          h("span", { f: "reason" }, letter.reason),
-          h("small", null, `attempt ${letter.attempt} on ${letter.worker_id}`),
-        ),
-        h(
-          "p.row",
-          null,
-          h("a", { href: trajectoryHref(run.run_id, letter.trajectory_id) }, "Its trajectory"),
-          h("span.grow"),
-          group.cause !== null && [
-            h(
-              "button",
-              { f: "retry", onclick: deal("retry", letter.trajectory_id, { trajectory_ids: [letter.trajectory_id] }) },
-              "Retry",
-            ),
-            " ",
-            h(
-              "button.danger",
-              {
-                f: "discard",
-                onclick: deal("discard", letter.trajectory_id, { trajectory_ids: [letter.trajectory_id] }),
-              },
-              "Discard",
-            ),
-          ],
-        ),
-        h("pre", { tabindex: "0" }, letter.traceback || "no traceback"),
-      ),
-    ),
+    h("pre", { tabindex: "0" }, found.traceback || "no traceback"),
   );
 }
 

@@ -164,3 +164,14 @@ async def test_the_undamaged_bodies_reach_the_model(app: FastAPI, bearer: dict[s
             for body in BODIES
         ]
     assert [answer.status_code for answer in answers] == [200, 200, 422, 422]
+
+
+@pytest.mark.parametrize("body", [b'"\xff"', b"[" * 200_000, b"9" * 5_000], ids=["no UTF-8", "too deep", "too long"])
+async def test_a_body_that_json_gives_no_place_for_is_bad_input(
+    app: FastAPI, bearer: dict[str, str], body: bytes
+) -> None:
+    async with client(app) as http:
+        answer = await http.post(PATHS[0], content=body, headers={"content-type": "application/json", **bearer})
+    assert answer.status_code == 422
+    (found,) = answer.json()["facts"]["problems"]
+    assert found["at"] == "body" and found["message"].startswith("no JSON that can be read: ")
