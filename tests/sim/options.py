@@ -71,6 +71,7 @@ class Options:
             "staleness": self.staleness,
             "when_stale": self.when_stale,
             "may_mix_versions": self.may_mix_versions,
+            "prefix_affinity": True,
             "attempt_count_max": self.attempt_count_max,
             "trajectory_count_max": self.trajectory_count_max,
         }

@@ -22,7 +22,7 @@ from tests.bench.measure import Figure, alternate, run_bench
 from ..overhead.arms import Round, WholeFabric, Workload
 
 WORKER_COUNT = 2
-ENGINE = ("--slots", "64", "--context", "1024")
+ENGINE = ("--slots", "16", "--context", "2048")  # fewer slots than trajectories: demand is more than supply
 GOAL = 1.2
 ARMS = {"with": True, "without": False}
 

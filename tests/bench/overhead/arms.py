@@ -237,7 +237,8 @@ class WholeFabric:
     def hit_fraction(self) -> float:
         """Of recent prompts' tokens, those that the workers had in their caches: the mean worker's."""
         found = with_ports(self._broker.url, lambda ports: ports.board.workers())
-        return statistics.fmean(info.prefix_hit_fraction or 0.0 for info, _ in found.values())
+        hits = [info.prefix_hit_fraction for info, _ in found.values()]
+        return statistics.fmean(each for each in hits if each is not None)
 
     def _check_alive(self) -> None:
         for name, child in self._supervisor.children.items():

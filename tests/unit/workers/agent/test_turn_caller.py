@@ -17,7 +17,7 @@ from rollfab.workers.agent.episode import TurnCaller
 from rollfab.workers.agent.slots import Quarantine
 
 IDS = np.array([5], np.int32)
-RUN = RunConfig(run_id="r", model="tiny", environment="frozenlake")
+RUN = RunConfig(run_id="r", model="tiny", environment="frozenlake", prefix_affinity=True)
 MADE = Span(0, 1, "w1", 3)
 
 

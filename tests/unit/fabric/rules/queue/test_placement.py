@@ -25,7 +25,7 @@ from rollfab.fabric.rules.queue.placement import (
     PrefillSpeed,
 )
 
-RUN = RunConfig(run_id="r", model="tiny", environment="frozenlake")
+RUN = RunConfig(run_id="r", model="tiny", environment="frozenlake", prefix_affinity=True)
 LUA = Path(rollfab.__file__).parents[2] / "fabric/queue/lua/jobs/use/homed.lua"
 
 
