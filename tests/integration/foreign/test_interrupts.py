@@ -81,7 +81,7 @@ import numpy as np
 import rollfab
 from rollfab.errors import ConnectionForked
 
-weights = {"w": np.arange(100_000, dtype=np.uint16)}
+weights = {"w": np.arange(100_000, dtype=np.uint16) % 0x7000}
 fabric = rollfab.connect()
 run = fabric.run("forked", model="any", environment="frozenlake")
 run.publish(weights, 0)
@@ -134,7 +134,7 @@ import rollfab
 from rollfab.errors import ConnectionForked
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 
-weights = {"w": np.arange(100_000, dtype=np.uint16)}
+weights = {"w": np.arange(100_000, dtype=np.uint16) % 0x7000}
 
 async def main(url):
     async with await rollfab.aio.connect(url) as fabric:
