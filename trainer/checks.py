@@ -189,11 +189,16 @@ def _bounded(name: str) -> Check:
 
 _CHECKS: dict[str, Check] = {
     "model": ("a preset, path or hub name", lambda value: isinstance(value, str) and bool(value)),
+    "model_digest": ("a text", lambda value: isinstance(value, str)),
+    "environment": ("the name of an environment", lambda value: isinstance(value, str) and bool(value)),
     "environment_options": ("a dict", lambda value: isinstance(value, dict)),
     "reward": ("the name of a reward function, or None", lambda value: value is None or isinstance(value, str)),
     "sampling": ("a dict", lambda value: isinstance(value, dict)),
-    "may_mix_versions": ("True or False", lambda value: isinstance(value, bool)),
-    "may_reuse_prefix": ("True or False", lambda value: isinstance(value, bool)),
+    **{
+        field.name: ("True or False", lambda value: isinstance(value, bool))
+        for field in fields(RunConfig)
+        if field.type == "bool"
+    },
     **{name: _bounded(name) for name in RunConfig.BOUNDS},
-    "memory_bytes_max": _whole(1 << 20),
+    "memory_bytes_max": _whole(1 << 20, WHOLE_MAX),
 }

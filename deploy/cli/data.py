@@ -153,9 +153,7 @@ def _refuse_beside_peek(context: typer.Context) -> None:
     sources = {name: context.get_parameter_source(name) for name in ("timeout", "consumer", "keep", "takeover")}
     given = [f"--{name}" for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:
-        raise ConfigError(
-            f"{', '.join(given)} mean nothing beside --peek, which takes no group: leave them out, or leave out --peek"
-        )
+        raise ConfigError(f"--peek takes no group, so {', '.join(given)} would do nothing: leave one or the other out")
 
 
 def _peek(url: str, run: str, count: int, output: Path | None, json: bool) -> None:

@@ -230,7 +230,7 @@ export const guardCell = (worker) => [
   worker.step_error_fraction_p50 !== null &&
     h(
       "small",
-      { f: "step_error", title: "Serving's steps against the guard's predictions: half are off by less, 95 of 100 too" },
+      { f: "step_error", title: "How far serving's steps are from the guard's predictions: the median, and the 95th percentile" },
       `steps off by ${percent(worker.step_error_fraction_p50)}, P95 ${percent(worker.step_error_fraction_p95)}`,
     ),
 ];
