@@ -110,7 +110,7 @@ class AsyncFabric:
             if existing is None:
                 raise RunUnknown(
                     f"run {run_id!r} does not exist on this broker: "
-                    + did_you_mean(run_id, await self.runs(), "Give model=… and environment=… to create it")
+                    + did_you_mean(run_id, await self.runs(), "Give a model and an environment to create it")
                 )
             if model is not None:
                 settings |= await self._model(model)

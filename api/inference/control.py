@@ -47,10 +47,10 @@ CONTROLS = (  # methods, path, and the method of Control
 COLLECTIVE = (
     "workers here join no collective of a trainer, as they come and go: save the weights as safetensors files in the "
     "directory that the gateway takes weights from, and POST their path to /update_weights_from_disk (model_path) or "
-    "/update_weights (weight_dir); or publish from Python, by rollfab's run.publish"
+    "/update_weights (weight_dir)"
 )
 SLEEP = "the fleet's workers are lent and put to sleep by their controller: leave this call out"
-TOKENIZER = "make tokens of texts with the model's own tokenizer: SkyRL's client takes it as tokenizer="
+TOKENIZER = "make tokens of texts with the model's own tokenizer: SkyRL's client takes one (tokenizer)"
 ADAPTERS = "there are no adapters: merge them into the weights before these are published"
 LABEL = "versions are counted, not labelled: give weight_version with the weights themselves"
 TRAINING = "nothing is trained here: your trainer publishes its weights, and these routes sample with them"

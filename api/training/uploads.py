@@ -24,7 +24,6 @@ from ...fabric.host.directories import place_in
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors|model\.safetensors\.index\.json")
 ROOM_BYTES = 1024 * MIB
 UPLOADS = "uploads"
-OPTION = "--weights"
 
 
 class WeightFiles:
@@ -40,10 +39,12 @@ class WeightFiles:
         Raises:
             InputError: it is not there, lies elsewhere, or holds what is no plain file below the directory.
         """
-        place = place_in(self._rooted(), directory, OPTION)
+        place = place_in(self._rooted(), directory)
         for file in [place] if not place.is_dir() else place.iterdir():
             if file.suffix in (".safetensors", ".json") and not self._is_plain(file):
-                raise InputError(f"{file.name} of {directory!r:.200} is no plain file in the {OPTION} directory")
+                raise InputError(
+                    f"{file.name} of {directory!r:.200} is no plain file in the directory that weights are read from"
+                )
         return place
 
     @contextmanager
@@ -126,7 +127,9 @@ class WeightFiles:
 
     def _rooted(self) -> Path:
         if self._root is None:
-            raise ConfigError(f"this api takes no weights: start it with {OPTION} DIRECTORY, where they may lie")
+            raise ConfigError(
+                "this api takes no weights: have it started with `rollfab api --train --weights DIRECTORY`"
+            )
         return self._root
 
     def _place(self, run_id: str, version: int) -> Path:

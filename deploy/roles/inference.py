@@ -129,10 +129,10 @@ async def _publish(run: AsyncRun, directory: str | None, path: str, version: int
 def _place(directory: str | None, path: str) -> Path:
     if directory is None:
         raise ConfigError(
-            "no weights are taken by path here: start the gateway with --weights DIRECTORY, in which the trainer saves "
-            "them; or publish from Python, by rollfab's run.publish"
+            "no weights are taken by path here: have it started with `rollfab gateway --inference RUN --weights "
+            "DIRECTORY`, in which the trainer saves them"
         )
-    return place_in(Path(directory), path, "--weights")
+    return place_in(Path(directory), path)
 
 
 def _say(run: RunConfig, url: str) -> None:

@@ -125,6 +125,23 @@ async def test_who_waits_in_vain_is_told_why(api: ApiWorld) -> None:
     await post(api, f"{R1}/groups", tasks=[{}])
     said = await receive(api, wait_s=5.5)
     assert said["groups"] == [] and "no weights of run 'r1' are published yet" in said["why"]
+    step = 'PUT /v1/runs/r1/uploads/0/model.safetensors, then POST /v1/runs/r1/versions {"version": 0}'
+    assert said["why"].endswith(f"Publish the first: {step}")
+
+
+async def test_next_steps_are_routes_and_fields(api: ApiWorld, tmp_path: Path) -> None:
+    # Given weights that are no numbers, a run that nothing was submitted to, a name that nobody has, and a deleted run
+    save_file({"w": np.full(3, np.nan, np.float32)}, tmp_path / "model.safetensors")
+    await api.fabric.board.create_run(dataclasses.replace(RUN, run_id="any", model="no-preset"))
+    said = await post(api, "v1/runs/any/versions", 422, version=0, directory="model.safetensors")
+    assert said["error"] == "WeightsNotFinite" and said["message"].endswith('publish with "allow_nonfinite": true')
+    why = (await receive(api, wait_s=1.0))["why"]
+    assert why.endswith('Push tasks: POST /v1/runs/r1/groups {"tasks": [{"seed": 1}], "group_size": 8}')
+    said = await post(api, "v1/workers/nobody/lend", 404, value="on")
+    assert said["message"].endswith('say so with "future": true')
+    await api.fabric.board.delete_run("any")
+    said = await post(api, "v1/runs/any/groups", 404, tasks=[{}])
+    assert 'create it again with PUT /v1/runs/any {"model", "environment"}' in said["message"]
 
 
 async def test_runs_are_made_and_changed_and_what_is_wrong_is_named(api: ApiWorld) -> None:

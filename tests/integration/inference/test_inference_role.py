@@ -261,7 +261,7 @@ async def _is_asked(http: httpx.AsyncClient) -> bool:
 
 
 def test_weights_from_elsewhere_are_refused(fleet: InferenceProcess) -> None:
-    for path, why in (("/etc", "--weights directory"), ("../x", "--weights directory"), ("none", "is not there")):
+    for path, why in (("/etc", "nothing else is read"), ("../x", "nothing else is read"), ("none", "is not there")):
         response = fleet.http.post("/update_weights_from_disk", json={"model_path": path})
         assert response.status_code == 400 and why in response.json()["error"]["message"], response.text
 
