@@ -126,10 +126,14 @@ def _found(error: Mapping[str, Any], body: Any) -> dict[str, str]:
     if error["type"] == "json_invalid":
         *where, character = error["loc"]
         why = error.get("ctx", {}).get("error", error["msg"])
-        before = body[:character] if isinstance(body, str) else ""
-        line, column = before.count("\n") + 1, character - before.rfind("\n")
-        return {"at": ".".join(where), "message": f"the body is not JSON: line {line}, column {column}: {why}"}
+        return {"at": ".".join(where), "message": no_json(body[:character] if isinstance(body, str) else "", why)}
     return {"at": ".".join(map(str, error["loc"]))[:AT_LENGTH_MAX], "message": error["msg"]}
+
+
+def no_json(before: str, why: str) -> str:
+    """Say where a body is no JSON, by line and column. before: what stands before that place."""
+    line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+    return f"the body is not JSON: line {line}, column {column}: {why}"
 
 
 async def _http(request: Request, error: Exception) -> Response:
