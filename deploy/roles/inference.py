@@ -114,16 +114,16 @@ def _load(model: str, may_download: bool) -> Model:
     return Model(tokenizer=tokenizer, ends=ends_of(tokenizer, model), context_tokens_max=context_of(model))
 
 
-async def _publish(run: AsyncRun, directory: str | None, path: str, version: int | None) -> int:
+async def _publish(run: AsyncRun, directory: str | None, path: str, version: int | None, allow_nonfinite: bool) -> int:
     """Publish what lies at a path in the directory that weights may come from; return its version.
 
     Raises:
         ConfigError: there is no such directory.
-        InputError: it lies elsewhere, or is not there.
+        InputError: it lies elsewhere, or is not there; or new values are NaN or infinite, and that is not allowed.
     """
     place = await asyncio.to_thread(_place, directory, path)
     wanted = await run.head_version() + 1 if version is None else version
-    return (await run.publish(str(place), version=wanted)).version
+    return (await run.publish(str(place), version=wanted, allow_nonfinite=allow_nonfinite)).version
 
 
 def _place(directory: str | None, path: str) -> Path:

@@ -285,7 +285,7 @@ async def test_weights_come_by_path_and_by_no_collective(inference: FakeInferenc
     told = (await http.post("/update_weights_from_disk", json=body)).json()
     assert (told["success"], told["weight_version"]) == (True, "7")
     await http.post("/update_weights", json={"weight_dir": "/w/8"})
-    assert inference.published == [("/w/7", 7), ("/w/8", None)]
+    assert inference.published == [("/w/7", 7), ("/w/8", None)] and inference.allowed == [False, False]
     bad = await http.post("/update_weights_from_disk", json={"model_path": "/w/7", "weight_version": "today"})
     assert bad.status_code == 400
     for path, body in (
