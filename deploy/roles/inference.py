@@ -16,7 +16,7 @@ from ...api.inference.app import serve_inference
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, RunUnknown
 from ...fabric.contract.records import RunConfig
-from ...fabric.host.directories import place_in
+from ...fabric.host.directories import weights_in
 from ...fabric.model.presets import context_of, find_model
 from ...fabric.opened import RedisFabric
 from ...fabric.ports.inference import INFERENCE
@@ -132,7 +132,7 @@ def _place(directory: str | None, path: str) -> Path:
             "no weights are taken by path here: have it started with `rollfab gateway --inference RUN --weights "
             "DIRECTORY`, in which the trainer saves them"
         )
-    return place_in(Path(directory), path)
+    return weights_in(Path(directory), path)
 
 
 def _say(run: RunConfig, url: str) -> None:

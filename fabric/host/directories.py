@@ -49,6 +49,20 @@ def place_in(root: Path, name: str) -> Path:
     return place
 
 
+def weights_in(root: Path, name: str) -> Path:
+    """Find a directory or file of weights as `place_in`; all files in it are plain ones below `root`.
+
+    Raises:
+        InputError: as `place_in`, or names the file that is not.
+    """
+    place, whole = place_in(root, name), root.expanduser().resolve()
+    for file in place.iterdir() if place.is_dir() else [place]:
+        target = file.resolve()
+        if file.suffix in (".safetensors", ".json") and not (target.is_file() and target.is_relative_to(whole)):
+            raise InputError(f"{file.name} of {name!r:.200} is no plain file in {WEIGHTS}", name="directory")
+    return place
+
+
 def owner_only(path: str, flags: int) -> int:
     """Opener for `open`: no other user may read or write the file, whatever the umask is or an older file's mode was.
 
