@@ -220,16 +220,20 @@ class AsyncFabric:
         """Return the settings that name a model. A path of another machine will do if a worker holds it so."""
         if not isinstance(name, str):
             return {"model": name}  # check_run says why it is wrong
-        held = [info.model for info, _ in (await self._ports.board.workers()).values()]
-        if self._model_places is not None and name not in {*held, *(each.model for each in runs.values())}:
+        known = {each.model for each in runs.values()}
+        if self._model_places is not None and name not in known and name not in await self._held():
             await asyncio.to_thread(check_model_place, name, self._model_places)
         try:
             found = await asyncio.to_thread(find_model, name)
         except ConfigError:
-            if name not in held:
+            if name not in await self._held():
                 raise
             return {"model": name, "model_digest": ""}
         return {"model": found.name, "model_digest": found.digest}
+
+    async def _held(self) -> set[str | None]:
+        """Return the models that workers hold, by their names there."""
+        return {info.model for info, _ in (await self._ports.board.workers()).values()}
 
     async def runs(self) -> dict[str, RunConfig]:
         """Return every run on this broker."""
