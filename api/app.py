@@ -36,6 +36,7 @@ from .routes.context import Context
 from .schemas.answers import Problem
 from .schemas.base import all_requests
 from .schemas.lending import LendRequest
+from .training.words import TRAINING
 
 __all__ = ["ApiConfig", "make_app"]
 
@@ -87,7 +88,7 @@ def make_app(
         app.include_router(training)
     app.include_router(_pages())
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    install_problems(app)
+    install_problems(app, TRAINING)
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, config=config)
     return app

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ from ..fabric.contract.text import did_you_mean
 from ..fabric.host.entry_points import installed
 from ..fabric.host.forks import Home
 from ..fabric.inspect.diagnosis import ROLLOUT_ROLES, SILENT_MS
-from ..fabric.model.presets import find_model
+from ..fabric.model.presets import find_model, is_path, model_place
 from ..fabric.opened import RedisFabric
 from ..fabric.ports.queue import RunStatus
 from ..fabric.ports.sessions import REMOTE
@@ -66,13 +67,20 @@ HEAL_S, HEAL_LOOK_S = 10.0, 0.25  # how long a read waits for damage to be mende
 class AsyncFabric:
     """A connection to one broker. Made by `connect`."""
 
-    def __init__(self, ports: RedisFabric, url: str, spans: Spans | None = None) -> None:
-        """spans: takes those of groups; it is closed with the connection."""
+    def __init__(
+        self, ports: RedisFabric, url: str, spans: Spans | None = None, *, model_places: Sequence[Path] | None = None
+    ) -> None:
+        """spans: takes those of groups; it is closed with the connection.
+
+        model_places: directories in which a model that is named by its path must lie, as the caller's own callers name
+        it; None: anywhere.
+        """
         self._spans = spans or Spans()
         self._home = Home()
         self._ports = ports
         self._open_ledgers: set[Ledger] = set()
         self.url = url
+        self._model_places = None if model_places is None else [each.expanduser().resolve() for each in model_places]
         self._opened: list[AsyncRun] = []
         self._evaluating = asyncio.Lock()
         self._evaluations: dict[str, AsyncRun] = {}  # each has one publisher, and with it one copy of the weights
@@ -105,15 +113,16 @@ class AsyncFabric:
         self._home.check()
         check_name("run", run_id)
         check_settings(run_id, settings)
-        existing = (await self._ports.board.runs()).get(run_id)
+        runs = await self._ports.board.runs()
+        existing = runs.get(run_id)
         if model is None or environment is None:
             if existing is None:
                 raise RunUnknown(
                     f"run {run_id!r} does not exist on this broker: "
-                    + did_you_mean(run_id, await self.runs(), "Give model=… and environment=… to create it")
+                    + did_you_mean(run_id, runs, "Give a model and an environment to create it")
                 )
             if model is not None:
-                settings |= await self._model(model)
+                settings |= await self._model(model, runs)
             given = {"environment": environment}
             settings |= {name: value for name, value in given.items() if value is not None}
             if not settings:
@@ -122,7 +131,7 @@ class AsyncFabric:
         else:
             if existing is None:  # a trainer comes back to its run before the workers do
                 await self._check_offered("environment", environment)
-            settings |= await self._model(model)
+            settings |= await self._model(model, runs)
             config = RunConfig(run_id=run_id, environment=environment, **settings)
         config = check_run(config)
         if config.reward is not None and (existing is None or existing.reward != config.reward):
@@ -207,18 +216,24 @@ class AsyncFabric:
             text = f"{what} {name!r} is offered by no {who} and not installed here: "
             raise error(text + did_you_mean(name, offered, advice), **{kind: name})
 
-    async def _model(self, name: Any) -> dict[str, str]:
+    async def _model(self, name: Any, runs: Mapping[str, RunConfig]) -> dict[str, str]:
         """Return the settings that name a model. A path of another machine will do if a worker holds it so."""
         if not isinstance(name, str):
             return {"model": name}  # check_run says why it is wrong
+        known = {each.model for each in runs.values()}
+        if self._model_places is not None and name not in known and name not in await self._held():
+            await asyncio.to_thread(check_model_place, name, self._model_places)
         try:
             found = await asyncio.to_thread(find_model, name)
         except ConfigError:
-            held = [info.model for info, _ in (await self._ports.board.workers()).values()]
-            if name not in held:
+            if name not in await self._held():
                 raise
             return {"model": name, "model_digest": ""}
         return {"model": found.name, "model_digest": found.digest}
+
+    async def _held(self) -> set[str | None]:
+        """Return the models that workers hold, by their names there."""
+        return {info.model for info, _ in (await self._ports.board.workers()).values()}
 
     async def runs(self) -> dict[str, RunConfig]:
         """Return every run on this broker."""
@@ -243,6 +258,23 @@ class AsyncFabric:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def check_model_place(name: str, places: Sequence[Path]) -> None:
+    """Require that a model that is named by its path lies in one of some directories. Raises ConfigError.
+
+    What is there besides is not told.
+    """
+    place = model_place(name)
+    if place is None and not is_path(name):
+        return
+    if place is None or not any(place.is_relative_to(each) for each in places):
+        raise ConfigError(
+            f"model {name!r:.200} is a path, and runs may not name it here: no worker holds that model, and it lies in "
+            "no directory that models are taken from. Give a model that a worker holds, a preset or a hub name; or "
+            "have that directory allowed: `rollfab api --train --models-from DIRECTORY`",
+            name=name[:200],
+        )
 
 
 async def _check_able(ports: RedisFabric, config: RunConfig) -> None:

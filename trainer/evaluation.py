@@ -44,7 +44,7 @@ def check_existing(existing: RunConfig, trained: str) -> None:
     if existing.staleness != 0:
         raise ConfigError(
             f"run {existing.run_id!r} is no evaluation of run {trained!r}: its staleness is {existing.staleness}, so "
-            f"somebody made it for another purpose. Give name=… for an evaluation beside it",
+            f"somebody made it for another purpose. Give an evaluation beside it a name",
             run_id=existing.run_id,
         )
 
@@ -64,11 +64,11 @@ def goal_of(name: str, trained: str, version: int | None, *, head: int, held: in
         VersionConflict: there is work of another version, or a newer version.
     """
     goal = version if version is not None else held if depth else head
-    step = f"or evaluate version {goal} beside it: evaluation({trained!r}, {goal}, name=…)"
+    step = f"or evaluate version {goal} of run {trained!r} beside it: give that evaluation a name"
     if depth and held != goal:
         raise VersionConflict(
             f"run {name!r} evaluates version {held}, and {depth} trajectories of it are not consumed yet: "
-            f"take its groups with groups(), or cancel them, {step}",
+            f"take its groups, or cancel them, {step}",
             version=goal,
             head=held,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -30,6 +30,7 @@ from ...fabric.contract.errors import (
     VersionConflict,
     VersionUnknown,
 )
+from .words import Words
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ STATUS: tuple[tuple[type[FabricError], int], ...] = (  # the first that fits cou
     (ConfigError, 422),
     (BrokerError, 503),
 )
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
 PROBLEM_COUNT_MAX, AT_LENGTH_MAX = 20, 200  # of one answer
 RETRY_AFTER_S = {429: "1", 503: "1"}
 
@@ -77,26 +80,36 @@ def status_of(error: FabricError) -> int:
     return next((status for kind, status in STATUS if isinstance(error, kind)), 500)
 
 
-def install_problems(app: FastAPI) -> None:
-    """Answer every exception in our shape."""
-    app.add_exception_handler(FabricError, _fabric)
-    app.add_exception_handler(Refused, _refused)
+def install_problems(app: FastAPI, words: Words) -> None:
+    """Answer every exception in our shape. words: in which next steps are told."""
+    app.add_exception_handler(FabricError, _fabric(words))
+    app.add_exception_handler(Refused, _refused(words))
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unforeseen)
 
 
-async def _fabric(request: Request, error: Exception) -> Response:
-    assert isinstance(error, FabricError)
-    status = status_of(error)
-    if status >= 500:
-        log.warning("api.request_failed", extra={"path": request.url.path, "error": error.message})
-    return problem(status, type(error).__name__, error.message, error.facts)
+def _fabric(words: Words) -> Handler:
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, FabricError)
+        status = status_of(error)
+        if status >= 500:
+            log.warning("api.request_failed", extra={"path": request.url.path, "error": error.message})
+        return problem(status, type(error).__name__, words.say(error.message, _run_of(request)), error.facts)
+
+    return answer
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return problem(error.status, error.error, error.message, error.facts)
+def _refused(words: Words) -> Handler:
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refused)
+        return problem(error.status, error.error, words.say(error.message, _run_of(request)), error.facts)
+
+    return answer
+
+
+def _run_of(request: Request) -> str:
+    return str(request.path_params.get("run_id", ""))
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
@@ -113,10 +126,14 @@ def _found(error: Mapping[str, Any], body: Any) -> dict[str, str]:
     if error["type"] == "json_invalid":
         *where, character = error["loc"]
         why = error.get("ctx", {}).get("error", error["msg"])
-        before = body[:character] if isinstance(body, str) else ""
-        line, column = before.count("\n") + 1, character - before.rfind("\n")
-        return {"at": ".".join(where), "message": f"the body is not JSON: line {line}, column {column}: {why}"}
+        return {"at": ".".join(where), "message": no_json(body[:character] if isinstance(body, str) else "", why)}
     return {"at": ".".join(map(str, error["loc"]))[:AT_LENGTH_MAX], "message": error["msg"]}
+
+
+def no_json(before: str, why: str) -> str:
+    """Say where a body is no JSON, by line and column. before: what stands before that place."""
+    line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+    return f"the body is not JSON: line {line}, column {column}: {why}"
 
 
 async def _http(request: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ from ...fabric.contract.errors import InputError
 from ...fabric.contract.limits import LOGPROB_COUNT_MAX, PROMPT_TOKENS_MAX
 from ...fabric.contract.sampling import check_sampling, is_whole, shown
 from ...fabric.contract.text import did_you_mean, one_line
+from ..access.problems import no_json
 
 T = TypeVar("T")
 
@@ -103,12 +104,19 @@ def read_json(data: bytes) -> Any:
     try:
         value = orjson.loads(data or b"{}")
     except orjson.JSONDecodeError as error:
-        raise InputError(f"the request's body is no JSON in UTF-8: {error.msg} at {error.pos}") from error
+        raise InputError(_no_json(data, error)) from error
     try:
         orjson.dumps(value)  # goes less deep than it reads; a walk of our own would hold the loop
     except orjson.JSONEncodeError as error:
         raise InputError(f"the request's body is nested more than {DEPTH_MAX} deep: send it flatter") from error
     return value
+
+
+def _no_json(data: bytes, error: orjson.JSONDecodeError) -> str:
+    try:
+        return no_json(data.decode()[: error.pos], error.msg)
+    except UnicodeDecodeError as wrong:  # of which orjson tells no place
+        return no_json(data[: wrong.start].decode(), "this is no UTF-8")
 
 
 def take_sampling(body: Body, *, length: Iterable[str], stop: str | None) -> dict[str, Any]:

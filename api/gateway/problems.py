@@ -36,10 +36,21 @@ from ...fabric.contract.errors import (
 )
 from ...fabric.contract.text import one_line
 from ..access.problems import Refused
+from ..access.words import Words
 
 log = logging.getLogger(__name__)
 
 ADDRESS = re.compile(r"\b(?!tinker://)[a-z][a-z+]*://[^\s'\"]+")
+WORDS = Words(  # for next steps that the library tells in Python's words
+    {
+        r"create it(?: again)? with fabric\.run\(…\)": "have whoever trains or serves it create it",
+        r"(?:Push tasks|push more tasks): run\.submit\([^()]*\)": "send requests",
+        r"for group in run\.groups\(\): …, or ": "",
+        r", ask at once as consumer=\"[^\"]*\", or with a shorter groups\(takeover=…\)": "",
+        r"run\.publish\(model\.named_parameters\(\), version=0\)": "POST /update_weights_from_disk, with model_path",
+    },
+    {"allow_nonfinite": "allow_nonfinite", "version": "weight_version"},
+)
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 TYPES: dict[int, tuple[str, str]] = {  # status → OpenAI's and Anthropic's type of error
     401: ("authentication_error", "authentication_error"),
@@ -121,7 +132,7 @@ def _of_http(error: HTTPException) -> Problem:
 
 def _of_request(error: FabricError) -> Problem | None:
     """Return the problem with what was asked for; None: the request is not to blame."""
-    text = ADDRESS.sub("(address)", one_line(error.message))
+    text = ADDRESS.sub("(address)", one_line(WORDS.say(error.message)))
     param = error.facts.get("name")
     if error.facts.get("is_over_context"):
         return Problem(status=400, code="context_length_exceeded", message=text, param="messages")

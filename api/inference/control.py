@@ -47,10 +47,10 @@ CONTROLS = (  # methods, path, and the method of Control
 COLLECTIVE = (
     "workers here join no collective of a trainer, as they come and go: save the weights as safetensors files in the "
     "directory that the gateway takes weights from, and POST their path to /update_weights_from_disk (model_path) or "
-    "/update_weights (weight_dir); or publish from Python, by rollfab's run.publish"
+    "/update_weights (weight_dir)"
 )
 SLEEP = "the fleet's workers are lent and put to sleep by their controller: leave this call out"
-TOKENIZER = "make tokens of texts with the model's own tokenizer: SkyRL's client takes it as tokenizer="
+TOKENIZER = "make tokens of texts with the model's own tokenizer: SkyRL's client takes one (tokenizer)"
 ADAPTERS = "there are no adapters: merge them into the weights before these are published"
 LABEL = "versions are counted, not labelled: give weight_version with the weights themselves"
 TRAINING = "nothing is trained here: your trainer publishes its weights, and these routes sample with them"
@@ -178,21 +178,22 @@ class Control:
         path, version = body.optional("weight_dir", str), version_named(body.take("weight_version"), "weight_version")
         if path is None:
             raise Refused(400, "not_offered", f"/update_weights without a weight_dir is not offered: {COLLECTIVE}")
+        allow_nonfinite = body.flag("allow_nonfinite")
         body.close()
-        published = await self._inference.publish(path, version)
+        published = await self._inference.publish(path, version, allow_nonfinite=allow_nonfinite)
         return answer({"status": "ok", "message": "Weights updated", "weight_version": str(published)})
 
     async def update_from_disk(self, request: Request) -> Response:
         """Publish a directory, as SGLang does."""
         body = await _body(request)
         path, version = body.required("model_path", str), version_named(body.take("weight_version"), "weight_version")
-        must_abort = body.flag("abort_all_requests")
+        must_abort, allow_nonfinite = body.flag("abort_all_requests"), body.flag("allow_nonfinite")
         body.ignore(*OF_ONE_ENGINE)
         body.allow("manifest", advice="give model_path alone")
         body.close()
         if must_abort:
             self._inference.abort(None)
-        published = await self._inference.publish(path, version)
+        published = await self._inference.publish(path, version, allow_nonfinite=allow_nonfinite)
         told: dict[str, Any] = {"success": True, "message": f"published as version {published}"}
         return answer({**told, "num_paused_requests": 0, "weight_version": str(published)})
 

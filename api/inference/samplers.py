@@ -18,7 +18,7 @@ from ...fabric.ports.inference import ABORT, Completions, Inference
 from ..access.problems import Refused
 from ..gateway.body import Body
 from ..gateway.door import Door
-from ..gateway.problems import HEADERS, answer, problem_of
+from ..gateway.problems import HEADERS, WORDS, answer, problem_of
 from . import tinker
 from .fields import read_body
 from .futures import Futures
@@ -127,7 +127,7 @@ class Samplers:
             raise Refused(410, "unknown_request", "no sample of this request_id is known here: ask for it again")
         ended = await self._futures.ended(name, WAIT_S)
         if ended is None:
-            why = await self._inference.why_waiting()
+            why = WORDS.say(await self._inference.why_waiting())
             state = {"queue_state": "paused_capacity", "queue_state_reason": why} if why else {"queue_state": "active"}
             return answer({"type": "try_again", "request_id": name, **state}, 408)
         return _told(ended)

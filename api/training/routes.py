@@ -38,6 +38,7 @@ from ..schemas.training import (
 )
 from .ports import Run, Runs
 from .uploads import WeightFiles
+from .words import TRAINING
 
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "No such run"}}
 FULL: dict[int | str, dict[str, Any]] = {429: {"model": Problem, "description": "The run is full"}}
@@ -118,7 +119,7 @@ def _add_groups(routes: APIRouter, runs: Runs) -> None:
                 wait_s = 0.0 if found else body.wait_s
                 got = await _unless_gone(request, run, body.consumer, wait_s, body.hold_s)
                 why, found = (got, found) if isinstance(got, str) else ("", [*found, _row(*got)])
-        return _json({"groups": found, "why": "" if found else why})
+        return _json({"groups": found, "why": "" if found else TRAINING.say(why, run_id)})
 
     @routes.post("/groups/stream", response_class=StreamingResponse, responses=STREAM)
     async def stream(run_id: str, body: ReceiveRequest) -> StreamingResponse:
@@ -234,7 +235,7 @@ async def _events(run: Run, body: ReceiveRequest) -> AsyncIterator[bytes]:
             if len(sent) < body.count:
                 got = await run.receipts.receive(body.consumer, LOOK_S, body.hold_s)
                 if isinstance(got, str):
-                    yield _comment(got)
+                    yield _comment(TRAINING.say(got, run.config.run_id))
                 else:
                     sent.append(got[0])
                     yield b"event: group\ndata: " + dump_json(_row(*got)) + b"\n\n"

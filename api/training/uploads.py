@@ -19,12 +19,11 @@ from pathlib import Path
 
 from ...fabric.contract.errors import ConfigError, InputError
 from ...fabric.contract.limits import MIB
-from ...fabric.host.directories import place_in
+from ...fabric.host.directories import weights_in
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors|model\.safetensors\.index\.json")
 ROOM_BYTES = 1024 * MIB
 UPLOADS = "uploads"
-OPTION = "--weights"
 
 
 class WeightFiles:
@@ -40,11 +39,7 @@ class WeightFiles:
         Raises:
             InputError: it is not there, lies elsewhere, or holds what is no plain file below the directory.
         """
-        place = place_in(self._rooted(), directory, OPTION)
-        for file in [place] if not place.is_dir() else place.iterdir():
-            if file.suffix in (".safetensors", ".json") and not self._is_plain(file):
-                raise InputError(f"{file.name} of {directory!r:.200} is no plain file in the {OPTION} directory")
-        return place
+        return weights_in(self._rooted(), directory)
 
     @contextmanager
     def sealed(self, run_id: str, version: int) -> Iterator[Path]:
@@ -120,13 +115,11 @@ class WeightFiles:
             file.write(data[len(known) :])
         return path.stat().st_size
 
-    def _is_plain(self, file: Path) -> bool:
-        whole = file.resolve()
-        return whole.is_file() and whole.is_relative_to(self._rooted())
-
     def _rooted(self) -> Path:
         if self._root is None:
-            raise ConfigError(f"this api takes no weights: start it with {OPTION} DIRECTORY, where they may lie")
+            raise ConfigError(
+                "this api takes no weights: have it started with `rollfab api --train --weights DIRECTORY`"
+            )
         return self._root
 
     def _place(self, run_id: str, version: int) -> Path:

@@ -33,7 +33,7 @@ from ...fabric.contract.errors import BrokerError, ConfigError
 from ...fabric.contract.text import counted, one_line, printable
 from ...fabric.host.command import command, with_commands
 from ...fabric.host.directories import make_directory, write_private
-from ...fabric.model.presets import is_path, is_preset
+from ...fabric.model.presets import is_path, is_preset, model_place
 from ...fabric.opened import RedisFabric
 from ..cli.exits import INTERRUPTED
 from ..cli.options import with_ports
@@ -119,6 +119,7 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
     door = {CONTROL_KEYS: keys} if keys else {}
     weights = make_directory(Path(options.data) / "weights", "--data")
     words = ["api", "--port", str(options.port), "--train", "--weights", str(weights)]
+    words += ["--models-from", str(model)] if (model := model_place(options.model)) is not None else []
     supervisor.add("api", words, environment=place | door)
 
 

@@ -16,7 +16,7 @@ from ...api.inference.app import serve_inference
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, RunUnknown
 from ...fabric.contract.records import RunConfig
-from ...fabric.host.directories import place_in
+from ...fabric.host.directories import weights_in
 from ...fabric.model.presets import context_of, find_model
 from ...fabric.opened import RedisFabric
 from ...fabric.ports.inference import INFERENCE
@@ -114,25 +114,25 @@ def _load(model: str, may_download: bool) -> Model:
     return Model(tokenizer=tokenizer, ends=ends_of(tokenizer, model), context_tokens_max=context_of(model))
 
 
-async def _publish(run: AsyncRun, directory: str | None, path: str, version: int | None) -> int:
+async def _publish(run: AsyncRun, directory: str | None, path: str, version: int | None, allow_nonfinite: bool) -> int:
     """Publish what lies at a path in the directory that weights may come from; return its version.
 
     Raises:
         ConfigError: there is no such directory.
-        InputError: it lies elsewhere, or is not there.
+        InputError: it lies elsewhere, or is not there; or new values are NaN or infinite, and that is not allowed.
     """
     place = await asyncio.to_thread(_place, directory, path)
     wanted = await run.head_version() + 1 if version is None else version
-    return (await run.publish(str(place), version=wanted)).version
+    return (await run.publish(str(place), version=wanted, allow_nonfinite=allow_nonfinite)).version
 
 
 def _place(directory: str | None, path: str) -> Path:
     if directory is None:
         raise ConfigError(
-            "no weights are taken by path here: start the gateway with --weights DIRECTORY, in which the trainer saves "
-            "them; or publish from Python, by rollfab's run.publish"
+            "no weights are taken by path here: have it started with `rollfab gateway --inference RUN --weights "
+            "DIRECTORY`, in which the trainer saves them"
         )
-    return place_in(Path(directory), path, "--weights")
+    return weights_in(Path(directory), path)
 
 
 def _say(run: RunConfig, url: str) -> None:

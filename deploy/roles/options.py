@@ -210,6 +210,13 @@ class ApiOptions(TracedOptions):
     weights: str | None = option(
         None, "Directory of weights that trainers may publish, and where they may upload some.", metavar="DIRECTORY"
     )
+    model_directories: tuple[str, ...] = option(
+        (),
+        "Directory in which models lie that trainers may name by path, beside those that workers hold. Default: none. "
+        "Repeatable.",
+        key="models_from",
+        metavar="DIRECTORY",
+    )
     read_keys: tuple[str, ...] = option(
         (),
         "sha256:<hex> of a key that may look.",
@@ -248,6 +255,11 @@ class ApiOptions(TracedOptions):
             raise ConfigError("--weights is for trainers: give --train with it")
         if self.weights is not None and not Path(self.weights).is_dir():
             raise ConfigError(f"--weights {self.weights} is no directory: make it first")
+        if self.model_directories and not self.trains:
+            raise ConfigError("--models-from is for trainers: give --train with it")
+        for each in self.model_directories:
+            if not Path(each).is_dir():
+                raise ConfigError(f"--models-from {each} is no directory: name one that is there")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...api.access.config import check_config
 from ...fabric.broker.connection import open_broker
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, FabricError
@@ -229,6 +228,7 @@ def run_gateway(options: GatewayOptions) -> None:
     from ...workers.agent.worker import AgentConfig, AgentWorker
     from ...workers.rewards.jobs import RewardAsker, open_queue, queue_of
 
+    options.check()
     gateway = options.config()
     if options.inference is not None:
         from .inference import serve_run
@@ -467,7 +467,8 @@ def run_api(options: ApiOptions) -> None:
     from ...api.training.uploads import WeightFiles
     from ...trainer.aio import AsyncFabric
 
-    config = check_config(options.config())
+    options.check()
+    config = options.config()
     weights = WeightFiles(None if options.weights is None else Path(options.weights))
 
     async def serve(stop: asyncio.Event) -> None:
@@ -481,7 +482,11 @@ def run_api(options: ApiOptions) -> None:
             if options.trains:
                 own = await RedisFabric.open(options.url, client_name=worker_id)  # whose calls wait, as a trainer's do
                 spans = open_spans(options.otlp, "api", worker_id)  # which the trainer closes
-                trainer = await stack.enter_async_context(AsyncFabric(own, options.url, spans))
+                trainer = await stack.enter_async_context(
+                    AsyncFabric(
+                        own, options.url, spans, model_places=[Path(each) for each in options.model_directories]
+                    )
+                )
                 training = router(Runs(trainer), weights)
             await serve_http(ports, config, stop, training=training)
 

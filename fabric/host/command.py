@@ -41,6 +41,11 @@ def with_commands(shown: T) -> T:
     return cast(T, _put(shown, f"`{command()} "))
 
 
+def plain_commands(text: str) -> str:
+    """Undo `with_commands`, in a text that leaves this machine: it names commands as `rollfab …` again."""
+    return text.replace(f"`{command()} ", "`rollfab ")
+
+
 def _put(shown: Any, begin: str) -> Any:
     if isinstance(shown, str):
         return shown.replace("`rollfab ", begin)

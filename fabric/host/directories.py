@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ..contract.errors import ConfigError, InputError
 
+WEIGHTS = "the directory that weights are read from"
+
 
 def make_directory(path: Path, option: str) -> Path:
     """Make the directory that `option` gave, unless it is there.
@@ -26,8 +28,8 @@ def make_directory(path: Path, option: str) -> Path:
     return path
 
 
-def place_in(root: Path, name: str, option: str) -> Path:
-    """Find what lies at a path below the directory that `option` gave; no link and no ".." leads out of it.
+def place_in(root: Path, name: str) -> Path:
+    """Find what lies at a path below the directory that weights are read from; no link and no ".." leads out of it.
 
     Raises:
         InputError: it lies elsewhere, is not there, or has a name that no path can have.
@@ -39,9 +41,25 @@ def place_in(root: Path, name: str, option: str) -> Path:
     except (OSError, ValueError, RuntimeError):  # a name that no path can have
         is_inside, is_there = True, False
     if not is_inside:
-        raise InputError(f"{name!r:.200} is not in the {option} directory, and nothing else is read", name="directory")
+        raise InputError(
+            f"{name!r:.200} is not in {WEIGHTS}, and nothing else is read: save it there", name="directory"
+        )
     if not is_there:
-        raise InputError(f"{name!r:.200} is not there in the {option} directory: write it first", name="directory")
+        raise InputError(f"{name!r:.200} is not there in {WEIGHTS}: write it first", name="directory")
+    return place
+
+
+def weights_in(root: Path, name: str) -> Path:
+    """Find a directory or file of weights as `place_in`; all files in it are plain ones below `root`.
+
+    Raises:
+        InputError: as `place_in`, or names the file that is not.
+    """
+    place, whole = place_in(root, name), root.expanduser().resolve()
+    for file in place.iterdir() if place.is_dir() else [place]:
+        target = file.resolve()
+        if file.suffix in (".safetensors", ".json") and not (target.is_file() and target.is_relative_to(whole)):
+            raise InputError(f"{file.name} of {name!r:.200} is no plain file in {WEIGHTS}", name="directory")
     return place
 
 

@@ -338,7 +338,7 @@ def _for_trainer(view: _View) -> Iterator[Cause]:
                 "consumer_gone",
                 f"{text}; it gives no sign of life, so what it holds goes to whoever asks, once it has been silent "
                 "for the takeover time, 60 s by default",
-                f'Wait, ask with a shorter groups(takeover=…), or at once as consumer="{_plain(held[0].name)}"',
+                f'Wait, ask at once as consumer="{_plain(held[0].name)}", or with a shorter groups(takeover=…)',
                 kind="passing",
             )
             return
@@ -448,7 +448,7 @@ _LEASE_WORDS = {
     "worker_loading": ("a worker for {run} is not ready yet. ", _LOADS),
     "lend_off": (
         "no serving worker is lent for {run}. ",
-        "Its team lends it: `rollfab lend on --all`, or `--pool NAME`",
+        "Its team lends it: `rollfab lend on --all`, or `rollfab lend on --pool NAME`",
     ),
     "guard_shut": ("serving needs the device of every worker for {run} now. ", "See why: `rollfab lend report`"),
     "takes_turns": (

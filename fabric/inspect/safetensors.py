@@ -87,7 +87,8 @@ def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
     """Open the tensors of a .safetensors file, or of a directory of them (those its index names, if it has one).
 
     Raises:
-        InputError: there is no such file, it is of another format, or a tensor is in two of them.
+        InputError: there is no such file, it is of another format, an index names what lies elsewhere, or a tensor is
+            in two of them.
     """
     found: dict[str, StoredTensor] = {}
     for file in _files(path):
@@ -125,6 +126,8 @@ def _files(path: Path) -> list[Path]:
     if index is not None:
         names = sorted(set(index.weight_map.values()))
         for name in names:
+            if Path(name).name != name:
+                raise InputError(f"{path}: its {INDEX} names {name!r:.120}, which is no file of that directory")
             if not (path / name).is_file():
                 raise InputError(f"{path} has no {name}, which its {INDEX} names: the checkpoint is not complete")
         return [path / name for name in names]

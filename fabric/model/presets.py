@@ -200,14 +200,7 @@ def find_model(name: str) -> FoundModel:
     Raises:
         ConfigError: it can only be a path, and nothing is there; or it is a preset's, misspelt.
     """
-    if is_preset(name):
-        return FoundModel(name=name)
-    try:
-        place = Path(name).expanduser().resolve()
-        is_here = place.exists() if is_path(name) else (place / "config.json").is_file()
-    except (OSError, RuntimeError, ValueError):  # a name that no path can have, or "~nobody"
-        is_here = False
-    if is_here:
+    if (place := model_place(name)) is not None:
         return FoundModel(name=str(place), digest=_digest(place))
     if is_path(name):
         raise ConfigError(
@@ -217,6 +210,18 @@ def find_model(name: str) -> FoundModel:
         )
     check_spelling(name)
     return FoundModel(name=name)
+
+
+def model_place(name: str) -> Path | None:
+    """Return what a model's name stands for on this machine's disk, without links; None: it is no path of this one."""
+    if is_preset(name):
+        return None
+    try:
+        place = Path(name).expanduser().resolve()
+        is_here = place.exists() if is_path(name) else (place / "config.json").is_file()
+    except (OSError, RuntimeError, ValueError):  # a name that no path can have, or "~nobody"
+        return None
+    return place if is_here else None
 
 
 def _digest(place: Path) -> str:

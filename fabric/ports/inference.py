@@ -152,14 +152,14 @@ class Inference(Protocol):
         """Give requests up, by their ids, or all (None) that are under way; return how many."""
         ...
 
-    async def publish(self, path: str, version: int | None) -> int:
+    async def publish(self, path: str, version: int | None, *, allow_nonfinite: bool = False) -> int:
         """Publish the weights of a directory of safetensors files; return their version.
 
         version: newer than the head; None: the one after it. Every request from now on has it, or newer ones, where the
-        run's staleness is 0.
+        run's staleness is 0. allow_nonfinite: also new values that are NaN or infinite.
 
         Raises:
             ConfigError: the path is outside of the directory that weights may come from, or there is none.
-            InputError, LayoutMismatch, VersionConflict: as AsyncRun.publish says.
+            InputError (WeightsNotFinite among them), LayoutMismatch, VersionConflict: as AsyncRun.publish says.
         """
         ...

@@ -80,7 +80,7 @@ class ChainReader:
         await self._learn(names)
         there = sorted(readable_versions(head, [item.link for item in self._known.values()]))
         if goal not in there and (goal != head or head < 0):
-            known = f"held are {_ranges(there)}" if there else "nothing is published yet; run.publish does"
+            known = f"held are {_ranges(there)}" if there else "nothing is published yet: publish a version first"
             raise VersionUnknown(f"version {goal} of run {self.run_id!r} is not held: {known}", version=goal, head=head)
 
     async def plan(self, have: int | None, goal: int, *, epoch: int | None = None) -> list[WeightManifest]:

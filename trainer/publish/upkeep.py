@@ -313,7 +313,7 @@ async def check_room(store: WeightStore, manifest: WeightManifest) -> None:
         raise BrokerFull(
             f"version {manifest.version} ({manifest.kind}) of run {manifest.run_id!r} has {manifest.payload_bytes:,}"
             f" bytes, the broker has room for {room_bytes:,}: nothing was written. Raise its maxmemory, delete runs"
-            " that have ended, or create the run with weight_carrier='auto'",
+            " that have ended, or create the run with the weight_carrier 'auto'",
             version=manifest.version,
             payload_bytes=manifest.payload_bytes,
             room_bytes=room_bytes,

@@ -69,7 +69,9 @@ FOLLOW_S = 1.0  # between two looks whether the run is still there
 HEAD_S = 5.0  # longest wait for a new head
 DONE = ("stop", "length")
 
-Publish = Callable[[str, int | None], Awaitable[int]]
+Publish = Callable[
+    [str, int | None, bool], Awaitable[int]
+]  # a path, its version, whether NaN and infinity may be in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,10 +256,10 @@ class FleetInference:
                 self._caller.cancel(carrier.claim, job)
         return len(chosen)
 
-    async def publish(self, path: str, version: int | None) -> int:
+    async def publish(self, path: str, version: int | None, *, allow_nonfinite: bool = False) -> int:
         """See ports/inference.py."""
         async with self._publishing:
-            published = await self._publish(path, version)
+            published = await self._publish(path, version, allow_nonfinite)
         self._head = max(self._head, published)
         return published
 

@@ -168,7 +168,7 @@ def check_known(subject: str, infos: Iterable[WorkerInfo], settings: Iterable[st
     start = "" if serving else f"Start a serving worker: `rollfab worker --role serving --{option} {name} …`. "
     raise InputError(
         f"no {kind} {name!r} is known to the broker, and nothing was switched: "
-        + did_you_mean(name, known, f"{start}If it is still to come, say so with --future (over HTTP: future)"),
+        + did_you_mean(name, known, f"{start}If it is still to come, say so with --future"),
         known=sorted(known),
     )
 

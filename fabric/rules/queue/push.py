@@ -46,7 +46,7 @@ def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
     """Make the error for a run that has as many dead letters as are kept."""
     return QueueFull(
         f"run {run_id!r} has {counted(depth, 'dead letter')}, the limit is {limit}: see `rollfab dead ls --run "
-        f"{run_id}`, then `rollfab dead retry` or `rollfab dead discard`",
+        f"{run_id}`, then retry or discard some: `rollfab dead retry`",
         depth=depth,
         limit=limit,
     )

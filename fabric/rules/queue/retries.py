@@ -50,7 +50,7 @@ def too_stale(policy_version: int, head_version: int) -> str:
     """Say why a finished trajectory is run again, or given up."""
     return (
         f"stale: its oldest tokens are of policy version {policy_version}, the head is {head_version} by now; "
-        'raise staleness, or keep such rollouts with when_stale="keep"'
+        'raise the run\'s staleness, or set its when_stale to "keep"'
     )
 
 

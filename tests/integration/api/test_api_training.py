@@ -125,6 +125,23 @@ async def test_who_waits_in_vain_is_told_why(api: ApiWorld) -> None:
     await post(api, f"{R1}/groups", tasks=[{}])
     said = await receive(api, wait_s=5.5)
     assert said["groups"] == [] and "no weights of run 'r1' are published yet" in said["why"]
+    step = 'PUT /v1/runs/r1/uploads/0/model.safetensors, then POST /v1/runs/r1/versions {"version": 0}'
+    assert said["why"].endswith(f"Publish the first: {step}")
+
+
+async def test_next_steps_are_routes_and_fields(api: ApiWorld, tmp_path: Path) -> None:
+    # Given weights that are no numbers, a run that nothing was submitted to, a name that nobody has, and a deleted run
+    save_file({"w": np.full(3, np.nan, np.float32)}, tmp_path / "model.safetensors")
+    await api.fabric.board.create_run(dataclasses.replace(RUN, run_id="any", model="no-preset"))
+    said = await post(api, "v1/runs/any/versions", 422, version=0, directory="model.safetensors")
+    assert said["error"] == "WeightsNotFinite" and said["message"].endswith('publish with "allow_nonfinite": true')
+    why = (await receive(api, wait_s=1.0))["why"]
+    assert why.endswith('Push tasks: POST /v1/runs/r1/groups {"tasks": [{"seed": 1}], "group_size": 8}')
+    said = await post(api, "v1/workers/nobody/lend", 404, value="on")
+    assert said["message"].endswith('say so with "future": true')
+    await api.fabric.board.delete_run("any")
+    said = await post(api, "v1/runs/any/groups", 404, tasks=[{}])
+    assert 'create it again with PUT /v1/runs/any {"model", "environment"}' in said["message"]
 
 
 async def test_runs_are_made_and_changed_and_what_is_wrong_is_named(api: ApiWorld) -> None:
@@ -284,6 +301,57 @@ async def test_only_plain_files_below_the_directory_are_published(api: ApiWorld,
     for name in ("pipe", "link"):
         said = await post(api, f"{R1}/versions", 422, version=0, directory=name)
         assert "no plain file" in said["message"]
+
+
+async def test_an_index_that_names_a_file_elsewhere_is_refused(api: ApiWorld, tmp_path: Path) -> None:
+    save_file({"w": np.zeros(3, np.float32)}, tmp_path.parent / "elsewhere.safetensors")
+    await api.fabric.board.create_run(dataclasses.replace(RUN, run_id="any", model="no-preset"))
+    for name in ("../../../../elsewhere.safetensors", str(tmp_path.parent / "elsewhere.safetensors")):
+        index = json.dumps({"weight_map": {"w": name}})
+        path = "v1/runs/any/uploads/0"
+        sent = await api.http.put(f"{path}/model.safetensors.index.json", content=index)
+        assert sent.status_code == 200
+        said = await post(api, "v1/runs/any/versions", 422, version=0)
+        assert name in said["message"] and "no file of that directory" in said["message"]
+        await api.http.delete(path)
+    assert (await api.fabric.weights.head("any")).version == -1
+
+
+async def test_a_model_by_its_path_is_one_that_lies_where_it_may_or_that_a_worker_holds(
+    url: str, tmp_path: Path
+) -> None:
+    # Given models in a directory that is allowed, and elsewhere
+    allowed, elsewhere = tmp_path / "models", tmp_path / "elsewhere"
+    for place in (allowed / "mine", elsewhere):
+        place.mkdir(parents=True)
+        (place / "config.json").write_text("{}")
+    (allowed / "link").symlink_to(elsewhere)
+    own = await RedisFabric.open(url, client_name="api")
+    async with (
+        AsyncFabric(own, url, model_places=[allowed]) as trainer,
+        running_api(url, training=router(Runs(trainer), WeightFiles(tmp_path))) as api,
+    ):
+        await api.beat("agent-1", "agent", environments=["frozenlake"])
+
+        async def make(run_id: str, model: object) -> httpx.Response:
+            return await api.http.put(f"v1/runs/{run_id}", json={"model": str(model), "environment": "frozenlake"})
+
+        # When runs are made of them: then one that lies elsewhere is refused, there or not, with what may be given
+        for model in (elsewhere, allowed / "link", allowed / ".." / "elsewhere", "/none", "~", f"{allowed}x"):
+            refused = await make("other", model)
+            assert refused.status_code == 422 and "a preset or a hub name" in refused.json()["message"], refused.text
+            assert repr(str(model)) in refused.json()["message"]
+        assert "other" not in await api.fabric.board.runs()
+        for run_id, model in (("a", allowed / "mine"), ("b", "tiny"), ("c", "owner/some-model")):
+            assert (await make(run_id, model)).json()["model"] == str(model)
+        # And one that a worker holds, or another run has, is taken
+        await api.beat("worker-1", "dedicated", model=str(elsewhere))
+        assert (await make("d", elsewhere)).status_code == 200
+        await api.fabric.board.create_run(dataclasses.replace(RUN, run_id="theirs", model=str(tmp_path)))
+        save_file({"w": np.zeros(3, np.float32)}, tmp_path / "w.safetensors")
+        await post(api, "v1/runs/theirs/versions", version=0, directory="w.safetensors")
+        said = await api.http.put("v1/runs/theirs/evaluation", json={})
+        assert said.json()["run_id"] == "theirs-eval", said.text
 
 
 async def test_what_cannot_be_is_422_whatever_it_holds(api: ApiWorld, tmp_path: Path) -> None:

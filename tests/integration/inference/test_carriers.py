@@ -76,7 +76,7 @@ async def serving(url: str) -> AsyncIterator[tuple[FleetInference, RedisFabric, 
         await ports.board.create_run(RUN)
         assert await set_lease(ports.board, LEASE, None)
 
-        async def publish(path: str, version: int | None) -> int:
+        async def publish(path: str, version: int | None, allow_nonfinite: bool) -> int:
             raise AssertionError("no test here publishes by a path")
 
         model = Model(tokenizer=CharTokenizer(), ends=(2,))

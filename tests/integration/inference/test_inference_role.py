@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rollfab.deploy.weights.export import export_delta
 from rollfab.fabric.inspect.disk_delta import Form
@@ -261,9 +262,31 @@ async def _is_asked(http: httpx.AsyncClient) -> bool:
 
 
 def test_weights_from_elsewhere_are_refused(fleet: InferenceProcess) -> None:
-    for path, why in (("/etc", "--weights directory"), ("../x", "--weights directory"), ("none", "is not there")):
+    for path, why in (("/etc", "nothing else is read"), ("../x", "nothing else is read"), ("none", "is not there")):
         response = fleet.http.post("/update_weights_from_disk", json={"model_path": path})
         assert response.status_code == 400 and why in response.json()["error"]["message"], response.text
+
+
+def test_weights_that_are_no_numbers_are_refused_unless_they_are_allowed(fleet: InferenceProcess) -> None:
+    # Given weights of which one is NaN, and such that are right
+    head = int(fleet.get("/weight_info")["weight_version"])
+    run = fleet.fabric.fabric.run(RUN)
+    good = {name: array.copy() for name, array in run.weights().items()}
+    bad = {**good, "model.norm.weight": np.full_like(good["model.norm.weight"], np.nan)}
+    for name, weights in (("good", good), ("bad", bad)):
+        save_file(weights, fleet.weights / f"{name}.safetensors")
+    # When they are posted: then both routes refuse them by name, with the field that lets them in, and nothing is live
+    for path, field in (("/update_weights_from_disk", "model_path"), ("/update_weights", "weight_dir")):
+        refused = fleet.http.post(path, json={field: "bad.safetensors"})
+        message = refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "'model.norm.weight' (" in message and "NaN or infinite" in message
+        assert message.endswith('publish with "allow_nonfinite": true')
+        assert int(fleet.get("/weight_info")["weight_version"]) == head
+        # And with the field they are published
+        fleet.post(path, {field: "bad.safetensors", "allow_nonfinite": True})
+        assert np.isnan(run.weights(head + 1)["model.norm.weight"]).all()
+        fleet.post(path, {field: "good.safetensors"})
+        head += 2
 
 
 def test_a_delta_that_slime_or_miles_would_write_is_published(fleet: InferenceProcess) -> None:

@@ -236,6 +236,17 @@ async def test_errors_say_whether_to_try_again(
     assert "a prompt" not in response.text
 
 
+async def test_a_body_that_is_no_json_is_told_by_line_and_column(http: httpx.AsyncClient) -> None:
+    for body, why in (
+        (b'{"prompt":\n [1, 2], }', "line 2, column 8: trailing comma is not allowed"),
+        ('{"model": "\u00e4",\n "\u00f6" }'.encode(), "line 2, column 6: unexpected character, expected ':' after key"),
+        (b'{"model":\n "a\xff"}', "line 2, column 4: this is no UTF-8"),
+    ):
+        refused = await http.post(COMPLETIONS, content=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == f"the body is not JSON: {why}"
+
+
 async def test_every_route_but_health_wants_the_key_in_a_header_or_in_the_path(
     inference: FakeInference, http: httpx.AsyncClient
 ) -> None:
@@ -274,7 +285,7 @@ async def test_weights_come_by_path_and_by_no_collective(inference: FakeInferenc
     told = (await http.post("/update_weights_from_disk", json=body)).json()
     assert (told["success"], told["weight_version"]) == (True, "7")
     await http.post("/update_weights", json={"weight_dir": "/w/8"})
-    assert inference.published == [("/w/7", 7), ("/w/8", None)]
+    assert inference.published == [("/w/7", 7), ("/w/8", None)] and inference.allowed == [False, False]
     bad = await http.post("/update_weights_from_disk", json={"model_path": "/w/7", "weight_version": "today"})
     assert bad.status_code == 400
     for path, body in (
