@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
+from pydantic import TypeAdapter
 
 from ...fabric.contract.errors import BrokerError
 from ...fabric.contract.fields import WHOLE_MAX
 from ...fabric.contract.wire import dump_json
-from ...fabric.inspect.history import lending_verdicts, points
+from ...fabric.inspect.history import HistoryPoint, between, lending_verdicts, steps
 from ...fabric.inspect.trace import TrajectoryRow, group_row, progress_row, row_of, view_of
 from ...fabric.ports.reading import Counts, TrajectoryReader
 from ..access.problems import Refused
@@ -106,20 +107,27 @@ async def _of_groups(
 def history_router(context: Context) -> APIRouter:
     """Make the route /v1/history."""
     routes = APIRouter(prefix="/v1", tags=["read"])
+    point = TypeAdapter(HistoryPoint)
 
-    @routes.get("/history")
+    @routes.get("/history", response_model=History)
     async def history(
         since_ms: Annotated[int | None, Query(ge=0, le=WHOLE_MAX, description="default: a day before now")] = None,
         until_ms: Annotated[int | None, Query(ge=0, le=WHOLE_MAX, description="default: now")] = None,
         count: Annotated[int, Query(ge=1, le=1000, description="of points, at most")] = 300,
-    ) -> History:
+    ) -> Response:
         """Tell what happened over hours or days: rates, levels, and what serving users saw."""
         board = context.ports.board
         end_ms = until_ms if until_ms is not None else await board.wall_ms()
         samples = await board.samples(since_ms if since_ms is not None else end_ms - DAY_MS, end_ms)
-        found = points(samples, count)
+        found, texts = [], []
+        for before, after in steps(samples, count):
+            found.append(between(before, after))
+            texts.append(point.dump_json(found[-1]))
+            await asyncio.sleep(0)  # a point of 128 serving workers takes a millisecond: others are answered meanwhile
         since = samples[0].time_ms if found else None
-        return History(points=found, since_ms=since, lending=lending_verdicts(found))
+        lending = await asyncio.to_thread(lending_verdicts, found)
+        rest = History(points=[], since_ms=since, lending=lending).model_dump_json().encode()
+        return Response(rest.replace(b"[]", b"[" + b",".join(texts) + b"]", 1), media_type="application/json")
 
     return routes
 

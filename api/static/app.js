@@ -17,6 +17,7 @@ import { workers } from "./views/workers.js";
 
 const POLL_MS = 1000;
 const POLL_HIDDEN_MS = 5000;
+const SLOW_MS = 2000; // then the page says that it waits
 const SHARE = 4; // a status that takes long is asked for less often: at most a quarter of the time is spent on it
 const PLACES = [
   ["", "Overview"],
@@ -112,9 +113,12 @@ async function poll() {
   polling = true;
   clearTimeout(timer);
   const start = performance.now();
+  const slow = setTimeout(waits, SLOW_MS);
+  let spent = 0; // of an answer; where none came, there may be one in a second
   try {
     status = await ask(at(["status"]));
     lastGoodMs = performance.now();
+    spent = SHARE * (lastGoodMs - start);
     document.body.classList.remove("stale");
     const { is_ready, missing } = status.readiness;
     say(is_ready ? "live" : "warn", is_ready ? "live" : "not ready");
@@ -122,8 +126,8 @@ async function poll() {
   } catch (error) {
     failed(error);
   } finally {
+    clearTimeout(slow);
     polling = false;
-    const spent = SHARE * (performance.now() - start);
     timer = setTimeout(poll, isAskedAgain ? 0 : Math.max(spent, document.hidden ? POLL_HIDDEN_MS : POLL_MS));
   }
   draw();
@@ -149,6 +153,13 @@ function draw() {
   }
 }
 
+/** Say that an answer is late, unless something worse is said already. */
+function waits() {
+  if (document.body.classList.contains("stale")) return;
+  say("warn", "waiting for the api");
+  banner("warn", `The api has not answered for ${SLOW_MS / 1000} s. Still waiting; it is asked again after 6 s.`);
+}
+
 function failed(error) {
   if (!(error instanceof ApiError)) throw error; // a mistake of this page, not of the api
   document.body.classList.add("stale");
@@ -167,7 +178,7 @@ function failed(error) {
     );
   } else {
     say("bad", error.status === 503 ? "broker unreachable" : "error");
-    banner("bad", `The api answers, but has nothing to show: ${error.message}.${since}`);
+    banner("bad", `The api answers, but has nothing to show: ${error.message}. Trying again every second.${since}`);
   }
 }
 

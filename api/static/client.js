@@ -2,6 +2,7 @@
 
 const KEY = "rollfab.key";
 const TIMEOUT_MS = 6000;
+const SILENT_MS = 45_000; // an api sends at least a comment every 15 s; whoever sends none is gone
 const NO_KEY = /[^!-~]/; // as api/access/keys.py has it; a browser sends no header with such a sign
 
 /** Where the page lives, behind whatever prefix a proxy gives it: this file's folder's parent. */
@@ -12,6 +13,7 @@ export class ApiError extends Error {
   constructor(status, message) {
     super(message);
     this.status = status;
+    this.isPassing = status === 0 || status >= 500; // it may go well the next time, as it is
   }
 }
 
@@ -42,16 +44,20 @@ async function send(path, options) {
   try {
     return await fetch(new URL(path, ROOT), { ...options, headers, cache: "no-store" });
   } catch (error) {
-    throw new ApiError(0, error.name === "TimeoutError" ? "it did not answer within 6 s" : "it cannot be reached");
+    throw unreached(error);
   }
 }
+
+const unreached = (error) =>
+  new ApiError(0, error.name === "TimeoutError" ? "it did not answer within 6 s" : "it cannot be reached");
 
 export async function ask(path, options = {}) {
   const answer = await send(path, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
   let body = null;
   try {
     body = await answer.json();
-  } catch {
+  } catch (error) {
+    if (!(error instanceof SyntaxError)) throw unreached(error); // it broke off, or stood still, in mid-answer
     throw new ApiError(answer.status, `it answered ${answer.status} with something that is not JSON`);
   }
   if (!answer.ok) throw new ApiError(answer.status, body.message ?? `it answered ${answer.status}`);
@@ -61,14 +67,19 @@ export async function ask(path, options = {}) {
 export const tell = (path, body) =>
   ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
 
-/** Server-sent events after an id, each as soon as it comes, until `signal`; a key fits into no EventSource. */
+/** Server-sent events after an id, each as soon as it comes, none when it begins, until `signal`; a key fits into no EventSource. */
 export async function follow(after, signal, take) {
   const answer = await send(at(["events"], { after }), { signal });
-  if (!answer.ok) throw new ApiError(answer.status, (await answer.json()).message);
+  if (!answer.ok) {
+    const body = await answer.json().catch(() => ({}));
+    throw new ApiError(answer.status, body.message ?? `it answered ${answer.status}`);
+  }
+  take([]);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {
-    const { value, done } = await reader.read();
-    if (done) return;
+    const silent = setTimeout(() => reader.cancel().catch(() => {}), SILENT_MS);
+    const { value, done } = await reader.read().finally(() => clearTimeout(silent));
+    if (done) throw new ApiError(0, "the stream broke off");
     const messages = (rest + value).split("\n\n");
     rest = messages.pop();
     const lines = messages.map((message) => message.split("\n").find((line) => line.startsWith("data: ")));

@@ -148,12 +148,17 @@ def points(samples: Sequence[Sample], count_max: int) -> list[HistoryPoint]:
 
     samples: the oldest first.
     """
+    return [between(before, after) for before, after in steps(samples, count_max)]
+
+
+def steps(samples: Sequence[Sample], count_max: int) -> list[tuple[Sample, Sample]]:
+    """Return the samples that points lie between; arguments as those of `points`."""
     step = max(1, -(-(len(samples) - 1) // count_max))
-    kept = list(samples[::-step][::-1])
-    return [_between(before, after) for before, after in pairwise(kept) if after.time_ms > before.time_ms]
+    return [(before, after) for before, after in pairwise(samples[::-step][::-1]) if after.time_ms > before.time_ms]
 
 
-def _between(before: Sample, after: Sample) -> HistoryPoint:
+def between(before: Sample, after: Sample) -> HistoryPoint:
+    """Return what lay between two samples."""
     span_s = (after.time_ms - before.time_ms) / 1000
     runs = {run.run_id: run for run in before.runs}
     workers = {row.worker_id: row for row in before.serving}

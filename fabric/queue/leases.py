@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from .rows import BadRows, lease_row, plan_row, sample_row, shown_name, worker_r
 from .scripts import Call, Scripts
 from .status import queue_status, read_status, sum_up
 
+SAMPLES_AT_ONCE = 32  # up to a megabyte and a half
 STANDING = 0
 REFUSED = -1  # set_leases answers this where a newer term or lease is in place …
 SAME_LEASE = 1  # … and this where it only extended a lease
@@ -180,10 +182,17 @@ class RedisLeases:
             return bool(await self._scripts.call("add_sample", [], [term, row, count]))
 
     async def samples(self, since_ms: int, until_ms: int) -> list[Sample]:
-        with translate():
-            rows = await self._client.xrange(names.SAMPLES, min=max(0, since_ms), max=max(0, until_ms))
-        found = [sample_row(fields.get(b"sample", b"")) for _, fields in rows]
-        return [each for each in found if each is not None]
+        found: list[Sample | None] = []
+        start: Any = max(0, since_ms)
+        while True:
+            with translate():
+                rows = await self._client.xrange(names.SAMPLES, min=start, max=max(0, until_ms), count=SAMPLES_AT_ONCE)
+            for _, fields in rows:
+                found.append(sample_row(fields.get(b"sample", b"")))
+                await asyncio.sleep(0)  # a large one takes a millisecond, and a process may answer others meanwhile
+            if len(rows) < SAMPLES_AT_ONCE:
+                return [each for each in found if each is not None]
+            start = b"(" + rows[-1][0]
 
     async def add_events(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         calls: list[Call] = [

@@ -4,9 +4,10 @@
 - `take` appends to a bounded queue, and that is all that a role pays beside the thread. A collector that is slow or
   away costs spans, never time or memory: what does not fit is dropped and counted. It is said once, and at the end how
   many.
+- Who submits a group decides whether it is traced, all of it or nothing: by OTEL_TRACES_SAMPLER and _SAMPLER_ARG, and
+  FRACTION where neither is set. Everybody else follows the traceparent of the job, with any of the samplers.
 - OpenTelemetry's own variables hold for the rest: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT, _COMPRESSION,
-  OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_SDK_DISABLED, and OTEL_TRACES_SAMPLER_ARG for the part of the
-  groups that is traced.
+  OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_SDK_DISABLED, OTEL_BSP_SCHEDULE_DELAY.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ log = logging.getLogger(__name__)
 
 COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"  # the environment variable of its address
 QUEUE_COUNT_MAX = 8192  # spans that wait: some 10 MB
-BATCH_COUNT_MAX = 512
-PAUSE_S = 1.0  # between two batches; what a killed process loses
+BATCH_COUNT_MAX = 2048  # so many are sent at once, without waiting longer: half a megabyte
+PAUSE_MS = 5000  # between two batches, as OpenTelemetry's own has it; what a killed process loses
+PAUSE_MS_MAX = 60_000
+PAUSE_S_MIN = 0.05  # a thread that never waits would take a core
+FRACTION = 0.02  # of groups that are traced: all of them cost turns of one token a third more processor time
 CLOSE_S = 1.0  # for the last spans, as a process ends
 NEEDED = "pip install 'rollfab[otel]'"
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # the logger of its failures
@@ -44,21 +48,38 @@ def open_spans(endpoint: str, role: str, worker_id: str) -> Spans:
     if not endpoint or is_off or os.environ.get("OTEL_TRACES_EXPORTER") == "none":
         return Spans()
     try:
-        fraction = _fraction(os.environ.get("OTEL_TRACES_SAMPLER_ARG") or "1")
+        fraction = fraction_of(os.environ.get("OTEL_TRACES_SAMPLER", ""), os.environ.get("OTEL_TRACES_SAMPLER_ARG", ""))
+        pause_s = _number("OTEL_BSP_SCHEDULE_DELAY", PAUSE_MS, PAUSE_MS_MAX, "milliseconds between two batches") / 1000
         exporter = _exporter(endpoint)
     except (ConfigError, ImportError) as error:
         advice = f": {NEEDED}" if isinstance(error, ImportError) else ""
         log.warning("no traces are sent to the collector %.200r: %s%s", endpoint, error, advice)
         return Spans()
-    return ExportedSpans(exporter, endpoint, {WORKER: worker_id, ROLE: role}, fraction)
+    return ExportedSpans(exporter, endpoint, {WORKER: worker_id, ROLE: role}, fraction=fraction, pause_s=pause_s)
 
 
-def _fraction(text: str) -> float:
-    """Read the part of groups to trace. Raises ConfigError: it is none."""
+def fraction_of(sampler: str, argument: str) -> float:
+    """Return the part of groups to trace, in [0, 1], by the texts of OpenTelemetry's two variables; "": not set.
+
+    Raises:
+        ConfigError: a sampler that we have not, or an argument that is no part.
+    """
+    kind = sampler.strip().lower().removeprefix("parentbased_")
+    if kind in ("always_on", "always_off"):
+        return float(kind == "always_on")
+    if kind not in ("", "traceidratio"):
+        text = "give parentbased_traceidratio, parentbased_always_on or parentbased_always_off"
+        raise ConfigError(f"OTEL_TRACES_SAMPLER is {sampler!r:.40}; {text}")
+    return _number("OTEL_TRACES_SAMPLER_ARG", 1.0 if kind else FRACTION, 1.0, "the part of groups to trace", argument)
+
+
+def _number(name: str, default: float, most: float, what: str, text: str | None = None) -> float:
+    """Read a variable that is a number from 0 to `most`. Raises ConfigError: it is none."""
+    found = os.environ.get(name, "") if text is None else text
     with contextlib.suppress(ValueError):
-        if 0 <= (fraction := float(text)) <= 1:
-            return fraction
-    raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG is {text!r:.40}; give the part of groups to trace, from 0 to 1")
+        if 0 <= (number := float(found or default)) <= most:
+            return number
+    raise ConfigError(f"{name} is {found!r:.40}; give {what}, from 0 to {most:g}")
 
 
 def _exporter(endpoint: str) -> Any:
@@ -76,19 +97,37 @@ class ExportedSpans(Spans):
 
     is_on = True
 
-    def __init__(self, exporter: Any, endpoint: str, process: dict[str, str], fraction: float = 1.0) -> None:
-        """exporter: has OpenTelemetry's `export(spans)` and `shutdown()`. process: attributes of all spans."""
+    def __init__(
+        self,
+        exporter: Any,
+        endpoint: str,
+        process: dict[str, str],
+        *,
+        fraction: float = 1.0,
+        pause_s: float = PAUSE_MS / 1000,
+    ) -> None:
+        """Begin to send.
+
+        Args:
+            exporter: has OpenTelemetry's `export(spans)` and `shutdown()`.
+            endpoint: its address, for messages.
+            process: attributes of all spans.
+            fraction: of the groups that this process submits, those that are traced.
+            pause_s: how long spans wait for more.
+        """
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         self.sent_count = self.dropped_count = 0
         self._sent = SpanExportResult.SUCCESS
         self._exporter = exporter
         self._endpoint = endpoint
-        self._bound = round(fraction * (1 << 64))
+        self._fraction, self._bound = fraction, round(fraction * (1 << 64))
+        self._pause_s = max(PAUSE_S_MIN, pause_s)
         self._make = _Maker(process)
         self._waiting: deque[TraceSpan] = deque()
-        self._is_closed = threading.Event()
-        self._has_warned = False
+        self._is_closed = False
+        self._is_due = threading.Event()  # a whole batch waits, or it ends
+        self._has_warned = self._has_said = False
         self._quiet = _Quiet()
         logging.getLogger(EXPORTER).addFilter(self._quiet)
         self._thread = threading.Thread(target=self._run, name="rollfab-traces", daemon=True)
@@ -96,6 +135,10 @@ class ExportedSpans(Spans):
 
     def root(self) -> Place | None:
         """Begin a trace; None: its group is none of those that are traced."""
+        if not self._has_said:
+            self._has_said = True
+            text = "traces: %g of the groups go to %s; OTEL_TRACES_SAMPLER_ARG sets the part"
+            log.info(text, self._fraction, self._endpoint)
         trace_id = new_trace_id()
         return Place(trace_id, trace_id[:16]) if int(trace_id[16:], 16) < self._bound else None
 
@@ -103,12 +146,15 @@ class ExportedSpans(Spans):
         """Keep a span to be sent, or count it as dropped."""
         if len(self._waiting) < QUEUE_COUNT_MAX:
             self._waiting.append(span)
+            if len(self._waiting) >= BATCH_COUNT_MAX and not self._is_due.is_set():
+                self._is_due.set()
         else:
             self.dropped_count += 1
 
     def close(self) -> None:
         """Send what waits, for CLOSE_S at most; say how much was dropped."""
-        self._is_closed.set()
+        self._is_closed = True
+        self._is_due.set()
         self._thread.join(CLOSE_S)
         self._exporter.shutdown()
         self._thread.join(CLOSE_S)
@@ -120,7 +166,9 @@ class ExportedSpans(Spans):
 
     def _run(self) -> None:
         self._quiet.thread_id = threading.get_ident()
-        while not self._is_closed.wait(PAUSE_S):
+        while not self._is_closed:
+            self._is_due.wait(self._pause_s)
+            self._is_due.clear()
             self._send()
         self._send()
 

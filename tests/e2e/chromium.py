@@ -132,7 +132,7 @@ class Page:
             await asyncio.sleep(STEP_S)
         raise AssertionError(f"{selector} is still there after {timeout_s} s")
 
-    async def _wait_for(self, find: str, timeout_s: float = 6.0) -> None:
+    async def wait_for(self, find: str, timeout_s: float = 6.0) -> None:
         """Wait until an element is there and visible."""
         for _ in range(int(timeout_s / STEP_S)):
             if await self.evaluate(f"(e => !!e && e.checkVisibility())({find})"):
@@ -143,7 +143,7 @@ class Page:
     async def click(self, selector: str) -> None:
         """Click the middle of an element with a real mouse event, once it is there."""
         find = f"document.querySelector({json.dumps(selector)})"
-        await self._wait_for(find)
+        await self.wait_for(find)
         await self.evaluate(f"{find}.scrollIntoView({{block: 'center'}})")
         x, y = await self.evaluate(f"(r => [r.x + r.width / 2, r.y + r.height / 2])({find}.getBoundingClientRect())")
         for kind in ("mousePressed", "mouseReleased"):
@@ -151,7 +151,7 @@ class Page:
 
     async def type(self, selector: str, text: str) -> None:
         """Type into an element, once it is there."""
-        await self._wait_for(f"document.querySelector({json.dumps(selector)})")
+        await self.wait_for(f"document.querySelector({json.dumps(selector)})")
         await self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
         await self.call("Input.insertText", text=text)
 
@@ -164,7 +164,7 @@ class Page:
 
     async def tab_to(self, selector: str, count_max: int = 80) -> None:
         """Press Tab until an element has the focus; it must be shown where it is."""
-        await self._wait_for(f"document.querySelector({json.dumps(selector)})")
+        await self.wait_for(f"document.querySelector({json.dumps(selector)})")
         for _ in range(count_max):
             await self.press("Tab")
             if await self.evaluate(f"document.activeElement.matches({json.dumps(selector)})"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -29,3 +30,11 @@ async def api(broker_url: str) -> AsyncIterator[ApiWorld]:
     async with running_api(broker_url) as world:
         await world.beat("controller-1", "controller")
         yield world
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Where pictures of the page are left for people to look at: $PICTURES, or the test's own directory."""
+    found = Path(os.environ.get("PICTURES") or tmp_path / "pictures")
+    found.mkdir(exist_ok=True)
+    return found

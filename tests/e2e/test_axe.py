@@ -13,23 +13,13 @@ import pytest
 
 from rollfab.api.access.keys import new_key
 from tests.e2e.chromium import Browser, Page
-from tests.e2e.test_views import VIEWS, furnish
+from tests.e2e.test_views import VIEWS, furnish, show
 from tests.support.processes.api_server import ApiWorld, running_api
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 AXE = Path(__file__).parent / "axe" / "axe.min.js.gz"
 SIZES = ((1440, 900), (390, 844))
-DRAWN = {  # what a view shows last, with a part of its text
-    "overview": ("[data-run=r1] [data-f=dead_count]", "1"),
-    "run": ("[data-group=g9] [data-f=complete]", "1 of 8"),
-    "trajectory": ("[data-piece='1']", "left"),
-    "finished": ("[data-piece='1']", "left"),
-    "workers": ("[data-worker=serving-1]", "serving-1"),
-    "serving": ("[data-verdict=serving-1]", "hurt"),
-    "dead": ("[data-dead=r1] .cause", "ValueError"),
-    "events": ("#all-events", "trainer.step"),
-}
 OPENED = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
 RULES = json.dumps(["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"])
 FOUND = f"""
@@ -57,10 +47,8 @@ async def test_axe_finds_nothing_in_any_view(api: ApiWorld, browser: Browser, sc
     found: dict[str, list[str]] = {}
     for width, height in SIZES:
         page = await browser.open(api.url, width=width, height=height, scheme=scheme)
-        for name, place in VIEWS.items():
-            await page.call("Page.navigate", url=f"{api.url}{place}")
-            await page.wait_text("#state", "live", timeout_s=10)
-            await page.wait_text(*DRAWN[name], timeout_s=10)
+        for name in VIEWS:
+            await show(page, api, name)
             found[f"{name}, {width} wide"] = await broken(page, axe)
             await api.beat("controller-1", "controller")
     assert {name: rows for name, rows in found.items() if rows} == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,15 +27,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 TEXTS = ("go <b>on</b>", "left", " wall ", "right")
 SIZES = ((1440, 900), (1024, 768), (390, 844))
-VIEWS = {
-    "overview": "",
-    "run": "runs/r1",
-    "trajectory": "runs/r1/trajectories/g2.0",
-    "finished": "runs/r1/trajectories/g1.0?colour=logprob",
-    "workers": "workers",
-    "serving": "serving",
-    "dead": "dead",
-    "events": "events",
+VIEWS = {  # address; what is seen there last, with a part of its text
+    "overview": ("", "[data-run=r1] [data-f=dead_count]", "1"),
+    "run": ("runs/r1", "[data-group=g9] [data-f=complete]", "1 of 8"),
+    "trajectory": ("runs/r1/trajectories/g2.0", "[data-piece='1']", "left"),
+    "finished": ("runs/r1/trajectories/g1.0?colour=logprob", "[data-f=legend]", "likely: 50 % to 90 %"),
+    "workers": ("workers", "[data-worker=serving-1]", "serving-1"),
+    "serving": ("serving", "[data-verdict=serving-1]", "hurt"),
+    "dead": ("dead", "[data-dead=r1] .cause", "environment raised <b>ValueError</b>"),
+    "events": ("events", "#all-events", "trainer.step"),
 }
 
 
@@ -45,14 +44,6 @@ window.longest = 0;
 const note = (list) => list.getEntries().forEach((each) => (window.longest = Math.max(window.longest, each.duration)));
 new PerformanceObserver(note).observe({ entryTypes: ['longtask'] });
 """
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Where pictures of the page are left for people to look at: $PICTURES, or the test's own directory."""
-    found = Path(os.environ.get("PICTURES") or tmp_path / "pictures")
-    found.mkdir(exist_ok=True)
-    return found
 
 
 def played(rollout: Rollout) -> Rollout:
@@ -162,10 +153,8 @@ async def test_every_view_is_whole_at_every_size(api: ApiWorld, browser: Browser
     await furnish(api)
     for width, height in SIZES:
         page = await browser.open(api.url, width=width, height=height, scheme=scheme)
-        for name, place in VIEWS.items():
-            await page.call("Page.navigate", url=f"{api.url}{place}")
-            await page.wait_text("#state", "live", timeout_s=10)
-            await page.wait_text("#view", "", timeout_s=10)
+        for name in VIEWS:
+            await show(page, api, name)
             await look(page, f"{name}-{width}-{scheme}", pictures, width=width, height=height)
             await api.beat("controller-1", "controller")
     assert page.complaints() == []
@@ -481,10 +470,18 @@ async def test_colours_are_switched_and_kept(api: ApiWorld, browser: Browser) ->
     await page.wait_text("#theme", "Dark")
 
 
+async def show(page: Page, api: ApiWorld, name: str) -> None:
+    """Lead the page to a view of what `furnish` made, and wait until all has come that the view reads."""
+    place, selector, expected = VIEWS[name]
+    await page.call("Page.navigate", url=f"{api.url}{place}")
+    await page.wait_text("#state", "live", timeout_s=10)
+    await page.wait_text(selector, expected, timeout_s=10)
+
+
 async def choose(page: Page, name: str, value: str) -> None:
-    """Choose in a list, as a person does."""
+    """Choose in a list, as a person does, once it has that choice."""
     find = f"document.querySelector('select[data-f={name}]')"
-    await page.wait_text(f"select[data-f={name}]", "")
+    await page.wait_for(f"[{find}].find((list) => list && [...list.options].some(({{value}}) => value === '{value}'))")
     await page.evaluate(f"{find}.value = '{value}', {find}.dispatchEvent(new Event('change', {{bubbles: true}}))")
 
 

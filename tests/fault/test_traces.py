@@ -23,6 +23,7 @@ WORKERS = ("dedicated", "second")
 def collector() -> Iterator[Receiver]:
     with receiving() as (receiver, address), pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_on")
         yield receiver
 
 

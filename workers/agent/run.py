@@ -264,19 +264,22 @@ class RunAgent:
 
     def _trace_wait(self, claim: TrajectoryClaim, waited_s: float) -> None:
         """Add the span of a trajectory's wait for this agent."""
-        place, now_s = played_at(claim), self._parts.clock.now_s()
+        place = played_at(claim)
         if place is not None:
+            now_s = self._parts.clock.now_s()
             at, submitted = place.child("queue", claim.fence), place_of(claim.job.traceparent)
             self._timings.spans.add("trajectory_queue", at, submitted, now_s - waited_s, now_s)
 
     def _trace(
         self, claim: TrajectoryClaim, begun_s: float, *, rollout: Rollout | None = None, error: str = ""
     ) -> None:
-        """Add the span of an attempt that ended well, with its rollout, or not."""
-        made = rollout
+        """Add the span of an attempt that ended well, with its rollout, or not; if it is traced."""
+        made, place = rollout, played_at(claim)
+        if place is None:
+            return
         self._timings.spans.add(
             "trajectory",
-            played_at(claim),
+            place,
             place_of(claim.job.traceparent),
             begun_s,
             self._parts.clock.now_s(),

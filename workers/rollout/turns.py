@@ -289,6 +289,8 @@ class RunningTurns:
 
     def _trace(self, turn: RunningTurn, made: Generation | None, outcome: str) -> None:
         """Add the spans of a claim that ends now."""
+        if not turn.claim.job.traceparent:
+            return
         times = {"begun_s": turn.begun_s, "now_s": self._clock.now_s()}
         trace_claim(self.timings.spans, turn.claim, turn.worker_id, made, **times, outcome=outcome)
 

@@ -23,7 +23,7 @@ export const eventRow = (event) =>
   );
 
 /** Why a list is not there: the api's own words. */
-export const notice = (error) => error && h("p.notice", { role: "status" }, error.message);
+export const notice = (error) => error && h("p.notice", { role: "status" }, error.isPassing ? `${error.message}. Trying again.` : error.message);
 
 export const moreOf = (pages, page) =>
   pages.reading.value?.cursor &&

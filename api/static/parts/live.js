@@ -3,6 +3,7 @@
 import { ApiError } from "../client.js";
 
 const REFUSED_MS = 10_000; // what was refused, or is not there, is asked for less often
+const FAILED_MS = 2000; // what failed may go well soon
 const SHARE = 10; // an answer that takes long is asked for less often: at most a tenth of the time is spent on it
 
 export class Reading {
@@ -33,7 +34,7 @@ export class Reading {
       this.error = error;
     }
     const now = performance.now();
-    this.dueAt = now + Math.max(this.error ? REFUSED_MS : this.every_ms, SHARE * (now - start));
+    this.dueAt = now + (this.error ? pauseAfter(this.error) : Math.max(this.every_ms, SHARE * (now - start)));
     return true;
   }
 
@@ -43,6 +44,8 @@ export class Reading {
     this.dueAt = 0;
   }
 }
+
+const pauseAfter = (error) => (error.isPassing ? FAILED_MS : REFUSED_MS);
 
 /** A list that the server hands out in pages: as many of them as were asked for. */
 export class Pages {

@@ -1,9 +1,10 @@
 // Plots: lines over time or versions by uPlot, small ones and bars by hand. Colours come from the sheet.
 
 import { h } from "./dom.js";
-import { rate } from "./words.js";
+import { count, counted, rate } from "./words.js";
 
 const HEIGHT = 170;
+const WHOLE = Array.from({ length: 40 }, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3)); // of ticks
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]]; // colour is never the only sign
 const COLORS = ["--accent", "--scoring", "--good", "--warn"];
 
@@ -45,7 +46,7 @@ export class Plot {
     const last = this.lines
       .filter((line) => line.name)
       .map((line) => `${line.name} ${line.show(data[this.lines.indexOf(line) + 1].at(-1) ?? null)}`);
-    this.element.setAttribute("aria-label", `${this.title}: ${data[0].length} points, at last ${last.join(", ")}`);
+    this.element.setAttribute("aria-label", `${this.title}: ${counted(data[0].length, "point")}, at last ${last.join(", ")}`);
     if (this.plot && isSameTheme) return void this.plot.setData(this.data);
     requestAnimationFrame(() => this.#draw());
   }
@@ -58,17 +59,22 @@ export class Plot {
       grid = { stroke: color("--line"), width: 1 };
     const axis = { stroke: ink, grid, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     const { low, high } = this;
+    const isWhole = this.lines.every((line) => line.show === count);
     this.plot = new uPlot(
       {
         width: this.element.clientWidth || 300,
         height: HEIGHT,
         cursor: { y: false, drag: { x: false } },
-        scales: { x: { time: this.isTime }, y: { range: (_, least, most) => rangeOf(least, most, low, high) } },
+        scales: {
+          x: { time: this.isTime, range: (_, first, last) => around(first, last, this.isTime ? 30 : 1) },
+          y: { range: (_, least, most) => rangeOf(least, most, { low, high, isWhole }) },
+        },
         legend: { markers: { dash: (plot, index) => (plot.series[index].dash?.length ? "dashed" : "solid") } },
         axes: [
-          { ...axis, space: 60, size: 30, ...(this.isTime ? { values: (_, ticks) => ticks.map(timeOf) } : {}) },
+          { ...axis, space: 60, size: 30, ...(this.isTime ? { values: timesOf } : { incrs: WHOLE }) },
           {
             ...axis,
+            ...(isWhole ? { incrs: WHOLE } : {}),
             size: 46,
             values: (_, values) => values.map((value) => (Math.abs(value) < 10 ? +value.toPrecision(3) : rate(value))),
           },
@@ -92,15 +98,21 @@ export class Plot {
 
   #line(line, index) {
     const isEdge = !line.name;
+    const stroke = isEdge ? withAlpha(color("--accent"), 0.35) : color(line.color ?? COLORS[index % COLORS.length]);
     return {
       label: line.name ?? "",
       class: isEdge ? "edge" : "named",
-      stroke: isEdge ? withAlpha(color("--accent"), 0.35) : color(line.color ?? COLORS[index % COLORS.length]),
+      stroke,
       dash: line.dash ?? DASHES[isEdge ? 0 : index % DASHES.length],
       width: isEdge ? 1 : 1.7,
       spanGaps: true,
       value: (_, value) => (value === null || value === undefined ? "–" : line.show(value)),
-      points: { show: this.data[0].length < 3 && !isEdge, size: 5 },
+      // without a second value there is no line to see
+      points: {
+        show: (plot, at) => !isEdge && plot.data[at].filter((y) => y != null).length < 3,
+        size: line.color === "--faint" ? 4 : 8, // the main line's is seen below the others'
+        fill: stroke,
+      },
     };
   }
 
@@ -120,10 +132,21 @@ function timeOf(s) {
     : time.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
 }
 
-function rangeOf(least, most, low, high) {
+/** The ticks of an axis of times; with seconds where they are closer than a minute. */
+function timesOf(_, ticks) {
+  const isClose = ticks.length > 1 && ticks[1] - ticks[0] < 60;
+  return ticks.map((s) => (isClose ? new Date(s * 1000).toLocaleTimeString("en-GB") : timeOf(s)));
+}
+
+/** A range that has some width, also where all values are equal. */
+const around = (least, most, room) => (most > least ? [least, most] : [least - room, least + room]);
+
+function rangeOf(least, most, { low, high, isWhole }) {
   const bottom = low ?? least ?? 0;
-  const top = Math.max(high ?? -Infinity, most ?? 1);
-  return top > bottom ? [bottom, top + 0.05 * (top - bottom)] : [bottom - 0.5, bottom + 1];
+  const top = Math.max(high ?? -Infinity, most ?? bottom + 1);
+  if (top - bottom > 1e-6 * Math.abs(top)) return [bottom, top + 0.05 * (top - bottom)];
+  const room = isWhole ? 1 : Math.abs(bottom) / 10 || 1; // so that what is equal is a line in the middle
+  return low === null ? [bottom - room, bottom + room] : [low, low + room];
 }
 
 const themeNow = () =>

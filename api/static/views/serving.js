@@ -1,7 +1,7 @@
 // Serving: what lending costs its users against their objectives, what it gives, who allows it, and the way out.
 
 import { ask, at } from "../client.js";
-import { eventRow, head } from "../parts/bits.js";
+import { eventRow, head, notice } from "../parts/bits.js";
 import { h } from "../parts/dom.js";
 import { columns, historyReading, nothingKept, spanChoice } from "../parts/history.js";
 import { Reading } from "../parts/live.js";
@@ -89,6 +89,7 @@ export function serving(page) {
               }),
             ),
           ),
+        notice(sharing.error),
         reports.size > 0 &&
           h(
             "section",

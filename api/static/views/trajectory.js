@@ -1,6 +1,7 @@
 // One trajectory: its turns as a tree of tokens, when it did what and where, its rewards, and all that is raw.
 
 import { ask, at, runHref, trajectoryHref } from "../client.js";
+import { notice } from "../parts/bits.js";
 import { h } from "../parts/dom.js";
 import { Reading } from "../parts/live.js";
 import { offlinePage, save } from "../parts/offline.js";
@@ -40,7 +41,7 @@ export function trajectory(page, runId, id) {
               "Offline page",
             ),
         ),
-        reading.error && h("p.notice", { role: "status" }, reading.error.message),
+        notice(reading.error),
         view ? sheet.draw(view, links) : !reading.error && h("p.empty.panel", null, "…"),
       ];
     },

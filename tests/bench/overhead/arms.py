@@ -158,6 +158,7 @@ class WholeFabric:
         worker_count: int = 1,
         run_options: Mapping[str, Any] = MappingProxyType({}),
         collector: str = "",
+        sampler: str = "",
         settle_s: float = 0,
     ) -> None:
         """Make it, not started.
@@ -167,6 +168,7 @@ class WholeFabric:
             worker_count: of several, each computes on one core.
             run_options: settings of the run.
             collector: takes the traces of all roles; "": there are none.
+            sampler: which groups are traced, as OTEL_TRACES_SAMPLER has it.
             settle_s: how long a round waits when its time was taken, so that what it left to do is in its CPU seconds,
                 and not in the next arm's.
         """
@@ -176,6 +178,7 @@ class WholeFabric:
         self._worker_count = worker_count
         self._run_options = run_options
         self._collector = collector
+        self._sampler = sampler
         self._settle_s = settle_s
         self._stack = ExitStack()
 
@@ -185,7 +188,7 @@ class WholeFabric:
             self._broker = self._stack.enter_context(EmbeddedBroker.start(directory / "broker"))
             self._supervisor = self._stack.enter_context(Supervisor(directory / "logs"))
             self._start_roles()
-            with _variable(COLLECTOR, self._collector):
+            with _variable(COLLECTOR, self._collector), _variable("OTEL_TRACES_SAMPLER", self._sampler):
                 fabric = self._stack.enter_context(connect(self._broker.url))
             self._run = self._open_run(fabric)
             self._run.publish(self._weights, version=0)

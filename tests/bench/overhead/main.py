@@ -4,19 +4,23 @@
   what is reported is the median of these, with the lowest and the highest.
 - The headline is the shape that agents have: turns of some dozen tokens. One token per turn is the worst case there
   is, all overhead and hardly any generation; it is reported as it is.
-- With --traces the arms are the whole fabric without and with traces of every group, sent to a collector that throws
-  them away; what is left to send when a round's time was taken is in its CPU time.
+- With --traces the arms are the whole fabric without traces, with a collector but no group traced, and with traces of
+  every group, sent to a collector that throws them away. What is left to send when a round's time was taken is in its
+  CPU time. A part of the groups costs that part of the difference: what is traced by default is stated by arithmetic,
+  since chance would choose no group in most rounds.
 - What the fabric costs is also counted in CPU time per turn, by process, which other load on the machine moves less.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollfab.deploy.replay.figures import Report, number, show
 from rollfab.fabric.contract.errors import FabricError
+from rollfab.fabric.tracing.export import FRACTION, PAUSE_MS
 from tests.bench.measure import Figure, alternate, run_bench
 
 from .arms import CONTEXT_TOKENS, GROUP_SIZE, SLOT_COUNT, EngineAlone, Round, WholeFabric, Workload
@@ -48,7 +52,8 @@ SMALL = Workload(
 )
 
 
-SETTLE_S = 2.0  # spans are sent a second apart
+SETTLE_S = PAUSE_MS / 1000 + 1.0  # the last spans of a round are sent by then
+TRACED = {"unsampled": "parentbased_always_off", "traced": "parentbased_always_on"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +144,12 @@ def measure_traces(settings: Settings) -> Report:
 def _measure_traces(workload: Workload, round_count: int) -> dict[str, Any]:
     with EngineAlone(workload) as engine:
         weights = {name: array.copy() for name, array in engine.weights().items()}
-    with (
-        Collector() as collector,
-        WholeFabric(workload, weights, settle_s=SETTLE_S) as without,
-        WholeFabric(workload, weights, settle_s=SETTLE_S, collector=collector.url) as traced,
-    ):
-        arms = {"without": without.round, "traced": traced.round}
+    with ExitStack() as stack:
+        collector = stack.enter_context(Collector())
+        places: dict[str, dict[str, Any]] = {"without": {}}
+        places |= {name: {"collector": collector.url, "sampler": sampler} for name, sampler in TRACED.items()}
+        fabrics = {name: WholeFabric(workload, weights, settle_s=SETTLE_S, **place) for name, place in places.items()}
+        arms = {name: stack.enter_context(fabric).round for name, fabric in fabrics.items()}
         alternate(arms, 1)
         before_count = collector.byte_count
         rounds = alternate(arms, round_count)
@@ -152,7 +157,21 @@ def _measure_traces(workload: Workload, round_count: int) -> dict[str, Any]:
     if not byte_count:
         raise FabricError("no traces came from the arm that sends them: pip install 'rollfab[otel]', and try again")
     found = row(workload, rounds["without"], rounds["traced"], names=("without", "traced"))
-    return {**found, "trace_bytes_per_turn": byte_count / (round_count * workload.turns)}
+    found |= {"unsampled": row(workload, rounds["without"], rounds["unsampled"])["fabric"]}
+    shares = {name: _more_cpu(rounds["without"], rounds[name]) for name in TRACED}
+    return {
+        **found,
+        "trace_bytes_per_turn": byte_count / (round_count * workload.turns),
+        "more_cpu": {name: {"median": share.median, "spread": share.spread} for name, share in shares.items()},
+        "more_cpu_by_default": FRACTION * shares["traced"].median,
+        "default_fraction": FRACTION,
+    }
+
+
+def _more_cpu(without: list[Round], other: list[Round]) -> Figure:
+    """CPU seconds of all processes above those of the neighbouring round, as a part of them."""
+    pairs = zip(without, other, strict=True)
+    return Figure(tuple(sum(theirs.cpu_s.values()) / sum(ours.cpu_s.values()) - 1 for ours, theirs in pairs))
 
 
 def row(
@@ -211,10 +230,16 @@ def _print_traces(report: Report) -> None:
         low, high = each["ratio_spread"]
         rates = [number(each[arm]["tokens_per_s"]) for arm in ("without", "traced")]
         rows.append([each["name"], *rates, f"{each['ratio']:.2f}  ({low:.2f} to {high:.2f})"])
-        costs = [sum(each[arm]["cpu_ms_per_turn"].values()) for arm in ("without", "traced")]
+        costs = [sum(each[arm]["cpu_ms_per_turn"].values()) for arm in ("without", "unsampled", "traced")]
+        more = [
+            f"{share['median']:+.1%} ({share['spread'][0]:+.1%} to {share['spread'][1]:+.1%})"
+            for share in each["more_cpu"].values()
+        ]
         notes.append(
-            f"{each['name']}: CPU ms per turn, all processes, {costs[0]:.2f} without and {costs[1]:.2f} with traces; "
-            f"{each['trace_bytes_per_turn']:,.0f} bytes of traces a turn"
+            f"{each['name']}: CPU ms per turn, all processes: {costs[0]:.2f} without traces, {costs[1]:.2f} with none "
+            f"chosen, {more[0]}, {costs[2]:.2f} with all, {more[1]}, so {each['more_cpu_by_default']:+.2%} with the "
+            f"{each['default_fraction']:.0%} that are traced by default; {each['trace_bytes_per_turn']:,.0f} bytes a "
+            "turn that is traced"
         )
     columns = ["", "without traces, tokens/s", "with, tokens/s", "with ÷ without"]
     show("rollfab bench overhead --traces", columns, rows, [*notes, f"machine: {found['machine']}"])

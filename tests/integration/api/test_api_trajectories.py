@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from rollfab.api.routes import trajectories
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.clock import SystemClock
+from rollfab.fabric.contract.lease_plan import Sample
 from rollfab.fabric.contract.records import Node, Rollout, Span
 from rollfab.fabric.model.tokenizer import CharTokenizer
+from rollfab.fabric.queue import leases
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from tests.support.processes.api_server import RUN, ApiWorld, running_api
 from tests.support.records import rollout_of
@@ -150,6 +154,41 @@ async def test_history_is_empty_at_first_and_then_tells_of_what_a_controller_saw
     assert point["runs"]["r1"]["cause"]
     assert await api.json("/v1/history", params={"until_ms": 1000}) == {"points": [], "since_ms": None, "lending": []}
     await api.json("/v1/history", 422, params={"count": 0})
+
+
+async def test_a_long_history_is_told_whole_and_others_get_their_turn_between_any_two_of_its_samples(
+    api: ApiWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given more samples than are read at once
+    board, count = api.fabric.board, 2 * leases.SAMPLES_AT_ONCE + 3
+    term, now_ms = await board.lead("c1", 60_000), await board.wall_ms()
+    levels = dict.fromkeys(("groups_waiting", "dead_count", "worker_count", "running_count", "slot_count"), 1)
+    for index in range(count):
+        totals = {"token_count": 60 * index, "rollout_count": index}
+        sample = Sample(time_ms=now_ms + 1000 * index, runs=(), serving=(), **totals, **levels)
+        assert await board.add_sample(term, sample)
+    # When they are asked for, and somebody else takes every turn that the event loop has
+    seen: dict[str, list[int]] = {"read": [], "told": []}
+    turn = 0
+
+    async def take_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def noted(name: str, does: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (seen[name].append(turn), does(*args))[1]
+
+    monkeypatch.setattr(leases, "sample_row", noted("read", leases.sample_row))
+    monkeypatch.setattr(trajectories, "between", noted("told", trajectories.between))
+    other = asyncio.create_task(take_turns())
+    found = await api.json("/v1/history", params={"since_ms": 0, "count": 1000})
+    other.cancel()
+    # Then all are told, and no two were worked on in one turn
+    assert [point["tokens_per_s"] for point in found["points"]] == [60.0] * (count - 1)
+    assert (len(seen["read"]), len(seen["told"])) == (count, count - 1)
+    assert all(len(set(turns)) == len(turns) for turns in seen.values())
 
 
 async def test_what_is_not_there_and_what_is_asked_wrongly_says_so(api: ApiWorld) -> None:

@@ -13,9 +13,18 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from rollfab.fabric.contract.records import NO_IDS, Sampling, TurnJob
+from rollfab.fabric.ports.queue import TurnClaim
 from rollfab.fabric.tracing import export, names
-from rollfab.fabric.tracing.export import BATCH_COUNT_MAX, QUEUE_COUNT_MAX, ExportedSpans, open_spans
+from rollfab.fabric.tracing.export import (
+    BATCH_COUNT_MAX,
+    FRACTION,
+    QUEUE_COUNT_MAX,
+    ExportedSpans,
+    fraction_of,
+    open_spans,
+)
 from rollfab.fabric.tracing.spans import Place, Spans, place_of
+from rollfab.workers.rollout.turn_spans import trace_claim
 
 HERE = Place("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -82,7 +91,7 @@ def test_names_of_generative_ai_are_those_of_the_conventions() -> None:
 def test_a_collector_that_takes_nothing_costs_spans_alone_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     # Given a collector that hangs, and more spans than may wait
     collector = Collector()
-    spans = ExportedSpans(collector, "http://there:4318", {})
+    spans = ExportedSpans(collector, "http://there:4318", {}, pause_s=0.1)
     spans.add("turn", HERE, None, 0.0, 1.0)
     assert collector.begun.wait(30.0)
     for _ in range(QUEUE_COUNT_MAX + 7):
@@ -116,10 +125,70 @@ def test_what_waits_at_the_end_is_sent(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize(("fraction", "expected"), [(0.0, (0, 0)), (1.0, (400, 400)), (0.5, (120, 280))])
 def test_a_part_of_the_groups_is_traced(fraction: float, expected: tuple[int, int]) -> None:
-    spans = ExportedSpans(Collector(), "http://there:4318", {}, fraction)
+    spans = ExportedSpans(Collector(), "http://there:4318", {}, fraction=fraction)
     count = sum(spans.root() is not None for _ in range(400))
     spans.close()
     assert expected[0] <= count <= expected[1]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "argument", "expected"),
+    [
+        ("", "", FRACTION),
+        ("", "0.5", 0.5),
+        ("parentbased_traceidratio", "0.25", 0.25),
+        ("traceidratio", "", 1.0),  # the standard's own default
+        ("parentbased_always_on", "0.5", 1.0),
+        ("always_off", "", 0.0),
+    ],
+)
+def test_the_standards_variables_say_which_part_is_traced(sampler: str, argument: str, expected: float) -> None:
+    assert fraction_of(sampler, argument) == expected
+
+
+def test_what_is_traced_unasked_is_a_small_part() -> None:
+    assert 0 < FRACTION <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"OTEL_TRACES_SAMPLER": "jaeger_remote"}, "give parentbased_traceidratio"),
+        ({"OTEL_TRACES_SAMPLER_ARG": "2"}, "the part of groups to trace, from 0 to 1"),
+        ({"OTEL_BSP_SCHEDULE_DELAY": "soon"}, "milliseconds between two batches, from 0 to 60000"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_told_and_stops_nothing(
+    variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert not open_spans("http://there:4318", "agent", "a1").is_on
+    assert told in caplog.text
+
+
+def test_a_whole_batch_is_sent_without_waiting_longer() -> None:
+    collector = Collector()
+    collector.takes = True
+    collector.gate.set()
+    spans = ExportedSpans(collector, "http://there:4318", {}, pause_s=3600.0)
+    for _ in range(BATCH_COUNT_MAX):
+        spans.add("turn", HERE, None, 0.0, 1.0)
+    assert collector.begun.wait(30.0)
+    spans.close()
+    assert spans.sent_count == BATCH_COUNT_MAX
+
+
+def test_of_a_trajectory_that_is_not_traced_a_worker_makes_nothing() -> None:
+    class Counted(Spans):
+        is_on = True
+
+        def take(self, span: Any) -> None:
+            raise AssertionError(span)
+
+    job = TurnJob(turn_id="g.0.0", agent_id="a", sampling=Sampling(), prompt_ids=NO_IDS)
+    claim = TurnClaim(job=job, fence=1, loss=0)
+    trace_claim(Counted(), claim, "w", None, begun_s=0.0, now_s=1.0, outcome="stop")
 
 
 @pytest.mark.parametrize("address", ["localhost:4317", "grpc://there"])
