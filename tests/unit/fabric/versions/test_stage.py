@@ -26,6 +26,7 @@ from rollfab.fabric.versions.snapshot import Prepared
 from rollfab.fabric.versions.stage import Stage, part_sums
 from rollfab.fabric.versions.vote import Vote, agree, failed_vote, vote
 from tests.standin.fabric import StandInFabric
+from tests.support.tried import tried
 from tests.support.weights.random_trainer import RUN, RandomTrainer
 from tests.support.weights.rank_maps import cut_for_ranks, rank_map
 
@@ -242,7 +243,7 @@ def check_stage(
         late.assert_holds(shape.split(trainer.states[-1], ranks))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=tried(40), deadline=None)
 @given(
     shape=st.builds(Shape, hidden=st.integers(1, 9), words=st.integers(1, 40), rows=st.integers(1, 4)),
     ranks=st.sampled_from([WHOLE, 1, 2, 4]),
