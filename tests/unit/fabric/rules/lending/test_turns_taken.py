@@ -11,7 +11,7 @@ import pytest
 from rollfab.fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan, settle
 
 RULE = CapacityRule()
-TICK_S = 0.25
+TICK_S = 0.5
 HOUR_S = 3600.0
 
 
