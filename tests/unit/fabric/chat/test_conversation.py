@@ -610,7 +610,7 @@ def test_what_is_no_image_is_refused(content: dict[str, Any], why: str) -> None:
         Conversation(chat_template("qwen2.5-vl")).ask(asked(content))
 
 
-@pytest.mark.parametrize("width", [6_000, 30_000])
+@pytest.mark.parametrize("width", [6_000, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_a_small_file_of_a_huge_image_is_refused_before_it_is_unpacked(width: int) -> None:
     bomb = io.BytesIO()
     Image.new("1", (width, width)).save(bomb, "PNG")

@@ -259,9 +259,18 @@ def test_after_every_version_each_rank_holds_its_slice_of_the_dense_model(
 
 
 @pytest.mark.parametrize(
-    "densities", [[0.00001, 0.01, 0.02, 0.0], [0.01, 0.02, 1.0, 0.01], [1.0, 0.6, 0.01], [0.4] * 3]
+    ("ranks", "densities"),
+    [
+        (WHOLE, [0.00001, 0.01, 0.02, 0.0]),
+        (2, [0.01, 0.02, 1.0, 0.01]),
+        (WHOLE, [1.0, 0.6, 0.01]),
+        (2, [0.4] * 3),
+        pytest.param(2, [0.00001, 0.01, 0.02, 0.0], marks=pytest.mark.slow),
+        pytest.param(WHOLE, [0.01, 0.02, 1.0, 0.01], marks=pytest.mark.slow),
+        pytest.param(2, [1.0, 0.6, 0.01], marks=pytest.mark.slow),
+        pytest.param(WHOLE, [0.4] * 3, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("ranks", [WHOLE, 2])
 def test_tensors_of_more_than_one_block_are_brought_on_by_any_densities(ranks: int, densities: list[float]) -> None:
     check_stage(Shape(hidden=1000, words=3001, rows=1), ranks, 1 << 21, densities, 0, is_far=ranks == 2)
 
