@@ -56,6 +56,7 @@ def test_an_interval_holds_its_p99_or_is_below_it_and_is_the_same_by_seed(values
     assert (low, high) == p99_interval(found, seed=seed)
 
 
+@pytest.mark.slow
 def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
     # Given 60 replays of 1,000 independent requests whose true P99 is known
     dice = np.random.default_rng(7)

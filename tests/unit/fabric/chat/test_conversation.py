@@ -233,6 +233,7 @@ BUGS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: type[Conversation]) -> None:
     """In at most 300 histories; those without it go through the same ones."""
