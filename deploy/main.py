@@ -32,6 +32,7 @@ from .cli.options import (
     Rewards,
     RunAs,
     Url,
+    need_url,
 )
 from .cli.printing import Console, show, show_json
 from .cli.speech import say
@@ -189,6 +190,40 @@ def up(
 
 
 @app.command()
+def train(
+    url: Url = None,
+    run: Annotated[str, typer.Option(help="The run.")] = "train",
+    environment: Annotated[str, typer.Option(help="frozenlake or guess-the-number.")] = "frozenlake",
+    reward: Annotated[str | None, typer.Option(help="Registered reward function; default: the environment's.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: as tuned.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of model and tasks.")] = 0,
+    output: Annotated[str, typer.Option(help="Checkpoints and summary.json go here.")] = "rollfab-train",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore an earlier checkpoint.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Train the tiny model with GRPO on an environment that is offered."""
+    from ..trainer.loop import TrainOptions, run_training
+
+    summary = run_training(
+        TrainOptions(
+            url=need_url(url),
+            run_id=run,
+            environment=environment,
+            reward=reward,
+            steps=steps,
+            seed=seed,
+            output=output,
+            is_fresh=fresh,
+        )
+    )
+    if json:
+        show_json(summary)
+        return
+    rewards = f"mean reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f}"
+    show(f"{summary['steps']} steps, {summary['rollouts']} rollouts, {rewards}; see {output}/summary.json")
+
+
+@app.command()
 def broker(
     data: Annotated[str, typer.Option(help="Directory to keep.")] = "rollfab-data",
     port: Annotated[int | None, typer.Option(help="Loopback port. Default: a unix socket.", min=1, max=65535)] = None,
@@ -208,10 +243,10 @@ def _register() -> None:
     from .local import logs
     from .looking import history, trace
     from .replay import command as replay
-    from .roles import acl, api, command, config, train
+    from .roles import acl, api, command, config
     from .weights import command as weights
 
-    shown = (status, trace, history, lend, doctor, data, dead, logs, runs, weights, train, replay)
+    shown = (status, trace, history, lend, doctor, data, dead, logs, runs, weights, replay)
     for module in (command, config, api, acl, *shown):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")

@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU on this machine"))
 
 
+@pytest.fixture
+def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody works on a run that this test deletes."""
+    monkeypatch.setattr("rollfab.fabric.queue.board.NOTICED_S", 0.02)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_client_is_left_open() -> Iterator[None]:
     """See that a module closes its clients: one whose broker is gone tries again for ever, with `random` in its pauses.

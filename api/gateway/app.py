@@ -30,7 +30,7 @@ from .config import GatewayConfig, check_gateway
 from .dialect import Answered, Dialect
 from .door import Door, unless_gone
 from .messages import MESSAGES, read_count
-from .problems import HEADERS, Shape, answer, anthropic_shape, openai_shape, problem_answer, problem_of
+from .problems import HEADERS, Shape, answer, anthropic_shape, openai_shape, problem_answer, problem_of, unrouted_answer
 from .responses import RESPONSES
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -190,14 +190,8 @@ def _add(routes: APIRouter, method: str, path: str, handler: Handler, shape: Sha
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
-    problem = problem_of(error, "none")
-    if problem.status == 404:
-        text = f"there is no route {request.method} {shown(request.url.path)}: a base URL ends with /v1 for OpenAI's "
-        problem = replace(problem, message=f"{text}clients, and before it for Anthropic's")
-    response = problem_answer(problem)
-    if isinstance(error, HTTPException):
-        response.headers.update(error.headers or {})
-    return response
+    text = f"there is no route {request.method} {shown(request.url.path)}: a base URL ends with /v1 for OpenAI's "
+    return unrouted_answer(error, f"{text}clients, and before it for Anthropic's")
 
 
 def _facts(facts: SessionFacts) -> dict[str, Any]:

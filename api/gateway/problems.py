@@ -12,7 +12,7 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -121,6 +121,15 @@ def problem_of(error: Exception, where: str) -> Problem:
     frames = "".join(traceback.format_tb(error.__traceback__))
     log.error("gateway.request_crashed", extra={"route": where, "error": type(error).__name__, "frames": frames})
     return Problem(status=500, code="internal_error", message="the gateway failed on this request: its log says more")
+
+
+def unrouted_answer(error: Exception, text: str) -> Response:
+    """Make the answer to a request that no route takes. text: says so, and the next step, if there is no such path."""
+    problem = problem_of(error, "none")
+    response = problem_answer(replace(problem, message=text) if problem.status == 404 else problem)
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
+    return response
 
 
 def _of_http(error: HTTPException) -> Problem:

@@ -26,7 +26,7 @@ from ...fabric.ports.inference import Completions, Inference, Prompt, ServerFact
 from ..access.connections import BodyLimit
 from ..gateway.config import GatewayConfig, check_gateway
 from ..gateway.door import Door, unless_gone
-from ..gateway.problems import answer, problem_answer, problem_of
+from ..gateway.problems import answer, problem_answer, problem_of, unrouted_answer
 from ..server import run
 from . import sglang, vllm
 from .control import CONTROLS, REFUSED, Control
@@ -207,14 +207,8 @@ def _add(routes: APIRouter, methods: tuple[str, ...], path: str, handler: Handle
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
-    problem = problem_of(error, "none")
-    if problem.status == 404:
-        text = f"there is no route {request.method} {shown(_path_of(request))}: docs/inference.md lists them"
-        problem = replace(problem, message=text)
-    response = problem_answer(problem)
-    if isinstance(error, HTTPException):
-        response.headers.update(error.headers or {})
-    return response
+    text = f"there is no route {request.method} {shown(_path_of(request))}: docs/inference.md lists them"
+    return unrouted_answer(error, text)
 
 
 def _path_of(request: Request) -> str:

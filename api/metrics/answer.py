@@ -2,6 +2,7 @@
 
 - Names are `rollfab_*` in base units; labels are run, role, state and kind alone, so the number of series grows with
   runs and roles, never with groups or trajectories; nor with workers, but for the weights that each live one holds.
+- A bucket's exemplar is the latest duration in it, with its trajectory's id as the trace id.
 - Counters are the broker's: they survive a restart of the api; but for published bytes, which the api adds up.
 """
 
@@ -9,17 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
+from prometheus_client.core import Exemplar, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from ...fabric.rules.queue.timings import Histograms
+from ...fabric.rules.queue.timings import BOUNDS_S, TIMINGS, Histogram, Histograms
 from ..schemas.answers import RunView, Status, WorkerView
 from .families import counter, gauge
-from .histograms import histogram_metrics
 from .weights import weight_metrics
 
 PLAIN, OPENMETRICS = CONTENT_TYPE_PLAIN_0_0_4, openmetrics.CONTENT_TYPE_LATEST
@@ -27,6 +28,7 @@ WRITERS: Mapping[str, Callable[[CollectorRegistry], bytes]] = {
     PLAIN: generate_latest,
     OPENMETRICS: openmetrics.generate_latest,
 }
+BOUNDS = (*map(str, BOUNDS_S), "+Inf")
 COUNTERS = (
     ("groups_submitted", "groups_submitted", "Groups taken in."),
     ("groups_completed", "groups_completed", "Groups whose trajectories have all ended."),
@@ -281,3 +283,25 @@ def _price(status: Status) -> Iterator[Metric]:
     yield attained
     for field, name, what in SUMS:
         yield _one(name, what, getattr(totals, field))
+
+
+def histogram_metrics(runs: Mapping[str, Histograms]) -> Iterator[Metric]:
+    """Yield a family for everything that is timed; a role that has timed nothing has no series."""
+    for name, text in TIMINGS.items():
+        family = HistogramMetricFamily(f"rollfab_{name}", text, labels=["run", "role"], unit="seconds")
+        for run_id, histograms in sorted(runs.items()):
+            for (timed, role), histogram in sorted(histograms.items(), key=lambda item: item[0]):
+                if timed == name:
+                    family.add_metric([run_id, role], _buckets(histogram), histogram.sum_s)
+        yield family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+    found: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+    for place, (bound, count) in enumerate(zip(BOUNDS, accumulate(histogram.counts), strict=True)):
+        if place in histogram.latest:
+            wall_ms, seconds, trajectory_id = histogram.latest[place]
+            found.append((bound, count, Exemplar({"trace_id": trajectory_id}, seconds, wall_ms / 1000)))
+        else:
+            found.append((bound, count))
+    return found

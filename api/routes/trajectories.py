@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
 from pydantic import TypeAdapter
@@ -15,12 +15,12 @@ from pydantic import TypeAdapter
 from ...fabric.contract.errors import BrokerError
 from ...fabric.contract.fields import WHOLE_MAX
 from ...fabric.contract.wire import dump_json
-from ...fabric.inspect.history import HistoryPoint, between, lending_verdicts, steps
-from ...fabric.inspect.trace import TrajectoryRow, group_row, progress_row, row_of, view_of
+from ...fabric.inspect.history import HistoryPoint, LendingVerdict, between, lending_verdicts, steps
+from ...fabric.inspect.trace import GroupRow, TrajectoryRow, TrajectoryView, group_row, progress_row, row_of, view_of
 from ...fabric.ports.reading import Counts, TrajectoryReader
 from ..access.problems import Refused
 from ..schemas.answers import Problem
-from ..schemas.trajectories import Groups, History, Lists, Trajectories, TrajectoryCounts, TrajectoryView
+from ..schemas.base import Model
 from .context import Context
 
 DAY_MS = 86_400_000
@@ -34,9 +34,52 @@ UNREADABLE = (
     "rollfab-api-trajectories (`rollfab acl` writes it)"
 )
 
+Lists = Literal["open", "waiting", "finished"]
 TrajectoryCount = Annotated[int, Query(ge=1, le=200)]
 GroupCount = Annotated[int, Query(ge=1, le=100)]
 Cursor = Annotated[str, Query(max_length=60, description="of the page before; empty: the first")]
+
+
+class TrajectoryCounts(Model):
+    """How many there are in each list."""
+
+    open: int
+    """Trajectories that agents are at."""
+    waiting_groups: int
+    """Groups that are complete, and that the trainer has not acknowledged."""
+    finished_groups: int
+    """Groups that are kept of those it has: the newest, and ever fewer older ones."""
+
+
+class Trajectories(Model):
+    """A page of trajectories."""
+
+    trajectories: list[TrajectoryRow]
+    """open: those that agents are at, the oldest first: they hold up a step. waiting: group by group, in the order in
+    which they were complete. finished: group by group, the newest first. Groups are whole, so there may be more than
+    were asked for."""
+    counts: TrajectoryCounts
+    cursor: str | None
+    """What to pass for the next page; null: this is the last."""
+
+
+class Groups(Model):
+    """A page of groups, in the order of Trajectories."""
+
+    groups: list[GroupRow]
+    counts: TrajectoryCounts
+    cursor: str | None
+
+
+class History(Model):
+    """What happened, coarse enough to draw."""
+
+    points: list[HistoryPoint]
+    """The oldest first: one a minute, as a controller takes samples; where they are too many, some together."""
+    since_ms: int | None
+    """When the oldest of them began, by the broker's wall clock; null: nothing is kept of that time."""
+    lending: list[LendingVerdict]
+    """Whether lending hurt anybody's users in that time, by serving worker, the worst first."""
 
 
 def router(context: Context) -> APIRouter:

@@ -5,7 +5,7 @@ What will become of how many is said before it happens; whatever is interrupted 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -29,9 +29,13 @@ All = Annotated[bool, typer.Option("--all", help="All of the run.")]
 OfCause = Annotated[str | None, typer.Option("--cause", help="Of all, those whose reason has this text in it.")]
 IsSure = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would happen.")]
-WORDS: Mapping[DeadAction, tuple[str, str]] = {
-    "retry": ("to run again in their groups", "running again"),
-    "discard": ("to be forgotten", "forgotten"),
+WORDS: Mapping[DeadAction, tuple[str, str, str]] = {
+    "retry": (
+        "to run again in their groups",
+        "running again",
+        "Let trajectories run again in their own groups, each once; those whose group went on without them are kept.",
+    ),
+    "discard": ("to be forgotten", "forgotten", "Forget dead letters; their groups are as they were."),
 }
 
 
@@ -41,8 +45,8 @@ def register(app: typer.Typer) -> None:
     app.add_typer(dead, name="dead")
     dead.command("ls")(_list)
     dead.command("show")(_show)
-    dead.command("retry")(_retry)
-    dead.command("discard")(_discard)
+    for action, (_, _, told) in WORDS.items():
+        dead.command(action, help=told)(_dealing(action))
 
 
 def _list(run: Run = None, cause: OfCause = None, url: Url = None, json: AsJson = False) -> None:
@@ -85,34 +89,23 @@ def _show(
     show(f"task: {one_line(dump_json(letter.job.get('task')).decode())}\n{letter.traceback}")
 
 
-def _retry(
-    trajectories: Names = None,
-    everything: All = False,
-    cause: OfCause = None,
-    run: Run = None,
-    dry_run: DryRun = False,
-    yes: IsSure = False,
-    url: Url = None,
-    json: AsJson = False,
-) -> None:
-    """Let trajectories run again in their own groups, each once; those whose group went on without them are kept."""
-    chosen = _chosen("retry", trajectories, everything, cause)
-    _deal("retry", chosen, cause, run, need_url(url), is_dry=dry_run, is_sure=yes, json=json)
+def _dealing(action: DeadAction) -> Callable[..., None]:
+    """Make the command that deals with dead letters in one way."""
 
+    def deal(
+        trajectories: Names = None,
+        everything: All = False,
+        cause: OfCause = None,
+        run: Run = None,
+        dry_run: DryRun = False,
+        yes: IsSure = False,
+        url: Url = None,
+        json: AsJson = False,
+    ) -> None:
+        chosen = _chosen(action, trajectories, everything, cause)
+        _deal(action, chosen, cause, run, need_url(url), is_dry=dry_run, is_sure=yes, json=json)
 
-def _discard(
-    trajectories: Names = None,
-    everything: All = False,
-    cause: OfCause = None,
-    run: Run = None,
-    dry_run: DryRun = False,
-    yes: IsSure = False,
-    url: Url = None,
-    json: AsJson = False,
-) -> None:
-    """Forget dead letters; their groups are as they were."""
-    chosen = _chosen("discard", trajectories, everything, cause)
-    _deal("discard", chosen, cause, run, need_url(url), is_dry=dry_run, is_sure=yes, json=json)
+    return deal
 
 
 def _chosen(action: DeadAction, names: list[str] | None, is_all: bool, cause: str | None) -> list[str] | None:

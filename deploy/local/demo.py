@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.live import Live
 
-from ...fabric.broker.embedded import EmbeddedBroker
+from ...fabric.broker.embedded import EmbeddedBroker, free_port
 from ...fabric.contract.errors import FabricError
 from ...fabric.contract.text import printable
 from ...fabric.contract.wire import load_json
@@ -27,7 +27,7 @@ from ..cli.speech import say
 from ..cli.status import snapshot
 from .demo_view import DemoState, draw, draw_curve, summarise
 from .supervisor import Supervisor
-from .up import KEY_FILE, POOL, UpOptions, free_port, make_key, page_of, start_roles
+from .up import KEY_FILE, POOL, UpOptions, make_key, page_of, start_roles
 
 RUN_ID = "demo"
 DEADLINE_S = 900.0

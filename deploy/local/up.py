@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ...api.access.keys import hash_key, new_key
 from ...fabric.broker.clients.url import is_local, mask_url
-from ...fabric.broker.embedded import EmbeddedBroker, starter_of
+from ...fabric.broker.embedded import EmbeddedBroker, free_port, starter_of
 from ...fabric.contract.errors import BrokerError, ConfigError
 from ...fabric.contract.text import counted, one_line, printable
 from ...fabric.host.command import command, with_commands
@@ -381,13 +381,6 @@ def run_broker(data: str, port: int | None) -> int:
             if not broker.is_running:
                 return 1
     return interrupts.code
-
-
-def free_port() -> int:
-    """Find a loopback port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _check_port(port: int) -> None:

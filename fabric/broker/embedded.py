@@ -265,11 +265,12 @@ def _doors(directory: Path, transport: Literal["unix", "tcp"], port: int | None,
     password = previous.password or secrets.token_urlsafe(24)
     if port is not None:
         return [Door(port=port, password=password)]
-    ports = [_free_port() for _ in range(PORT_ATTEMPT_COUNT)]
+    ports = [free_port() for _ in range(PORT_ATTEMPT_COUNT)]
     return [Door(port=each, password=password) for each in ([previous.port] if previous.port else []) + ports]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Find a loopback port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

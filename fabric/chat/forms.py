@@ -316,7 +316,7 @@ def _read_harmony(text: str) -> Reading | None:
 
 
 def _read_preset(text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
-    """Read the calls of presets (workers/engines/preset_chat.py): a name, where several are offered, and arguments."""
+    """Read calls of presets (workers/engines/model_tokenizer.py): a name, where several are offered, and arguments."""
     head, *pieces = text.split(PRESET_CALL)
     calls = []
     for piece in pieces:

@@ -52,7 +52,6 @@ PENALTIES = frozenset({"presence_penalty", "frequency_penalty", "repetition_pena
 CUTS = frozenset({"top_p", "top_k", "min_p"})
 RECORDED = frozenset({"logprobs", "prompt_logprobs", "kept_tokens", "routed_experts"})
 EVERYWHERE = frozenset({"temperature", "max_tokens", "stop_ids", "seed"})  # what every engine can do
-MANY = GUIDED | {"stop", "stop_ids", "logit_bias"}
 RENAMED = {"stop_texts": "stop"}  # words of others, and of older environments
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol
 from ..contract.records import DeadLetter, Rollout, TokenLog, TrajectoryJob, TurnJob, TurnResult
 
 GroupState = Literal["open", "waiting", "finished"]
-GROUP_STATES: tuple[GroupState, ...] = ("open", "waiting", "finished")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from redis.crc import key_slot
 from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.records import RunConfig
-from rollfab.fabric.queue import board
 from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import CLOCK, RunShards
 from rollfab.fabric.queue.reading import RedisTrajectoryReader
@@ -58,9 +57,8 @@ def one_slot_per_script(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_contract_waits_for_anybody(nobody_is_waited_for: None) -> None:
     """Nobody works on a run that a contract test deletes."""
-    monkeypatch.setattr(board, "NOTICED_S", 0.02)
 
 
 @pytest.fixture(scope="session")

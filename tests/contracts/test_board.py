@@ -288,7 +288,7 @@ async def test_a_switch_rings_those_whom_it_concerns_and_nobody_else(
         await world.board.heartbeat(info(name, role=role, pool=pool))
 
     async def is_rung(name: str) -> bool:
-        await asyncio.wait_for(world.board.wait_lease(name, 30.0), 10.0 if name in rung else 0.3)
+        await asyncio.wait_for(world.board.wait_lease(name, 30.0), 10.0 if name in rung else 0.1)
         return True
 
     await world.board.set_lend(subject, "off")

@@ -377,13 +377,6 @@ async def test_an_expired_lease_claims_nothing(world: World) -> None:
     assert not (await world.turns.exchange("w1", want=1, lease_epoch=2)).has_lease
 
 
-async def test_an_older_lease_never_replaces_a_newer_one(world: World) -> None:
-    await lease(world, epoch=5)
-    old = Lease(worker_id="w1", run_id="r1", lease_epoch=4, slot_count=1, lease_until_ms=None)
-    assert not await set_lease(world.board, old, None)
-    assert (await world.board.leases("r1"))["w1"].lease_epoch == 5
-
-
 async def test_a_restarted_agent_inherits_trajectory_turns_and_the_turn_under_way(world: World) -> None:
     # Given a trajectory with one settled turn and one under way, whose agent dies
     claim, turn = await claimed_turn(world)

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rollfab.api.access.keys import add_key
-from rollfab.deploy.local.up import free_port
+from rollfab.fabric.broker.embedded import free_port
 from tests.support.processes.fabric_processes import ROOT, processes, tiny_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(180)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollfab.deploy.local.up import free_port
+from rollfab.fabric.broker.embedded import free_port
 from rollfab.fabric.contract.records import Lease
 from rollfab.fabric.queue.keys import LEADER
 from rollfab.trainer.client import Run

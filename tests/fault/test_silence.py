@@ -21,9 +21,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rollfab.deploy.local.up import free_port
 from rollfab.deploy.main import app
-from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.broker.embedded import EmbeddedBroker, free_port
 from rollfab.fabric.contract.errors import NothingMoves, QueueFull
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting

@@ -343,6 +343,7 @@ def test_what_compose_keeps_beside_its_file_goes_into_no_image_and_no_commit(nam
     assert subprocess.run(words, cwd=ROOT, timeout=30, check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)  # 3 s on a laptop; a cold disk takes its time
 def test_what_the_image_copies_makes_the_package(tmp_path: Path) -> None:
     tree = tmp_path / "src"

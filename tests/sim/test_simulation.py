@@ -93,7 +93,7 @@ def test_engines_fall_asleep_and_wake() -> None:
 def test_a_failure_ends_with_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["tests.sim", "--seed", "1", "--seeds", "30", "--plant", "fence-not-raised"])
+    monkeypatch.setattr(sys, "argv", ["tests.sim", "--seed", "1", "--seeds", "4", "--plant", "fence-not-raised"])
     assert main() == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("python -m tests.sim --seed ")

@@ -29,8 +29,8 @@ from ...fabric.rules.weights.chain import (
     jumps_due,
     keyframe_due,
     newest_keyframe,
-    plan,
     readable_versions,
+    way_to,
 )
 from ...fabric.versions.fold import fold, may_fold
 from ...fabric.versions.held import readable
@@ -83,7 +83,7 @@ class Upkeep:
     def held(self) -> list[WeightManifest]:
         """List the held versions: the newest keyframe and the way from it to the head, then the rest, newest first."""
         head = max((link.version for link in self._held), default=-1)
-        way = _way(head, self._links)
+        way = way_to(None, head, self._links)
         rest = sorted((link for link in self._held if link not in way), key=lambda link: -link.version)
         return [self._held[link] for link in [*way, *rest]]
 
@@ -106,7 +106,7 @@ class Upkeep:
             await self._tried(self._adopt(head, epoch))
             await self._tried(self._keyframe(epoch))
             await self._tried(self._drop(head, epoch))
-            is_reached = bool(_way(head, self._links))
+            is_reached = bool(way_to(None, head, self._links))
             self.is_whole = is_reached and not self._wounds and not self._wants_keyframe
 
     async def keyframe(self, epoch: int) -> int:
@@ -273,7 +273,7 @@ class Upkeep:
         held_versions = {holder.version for holder in await self._store.holders(self._run_id) if holder.version >= 0}
         dropped: Sequence[Link] = garbage(head, self._links, held_versions=held_versions)
         left = [link for link in self._links if link not in dropped]
-        if self._wounds and _way(head, left):
+        if self._wounds and way_to(None, head, left):
             there = readable_versions(head, left)
             lost = [*self._wounds, *(link for link in left if link.version not in there)]
             known = {link.version for link in left if link not in lost}
@@ -292,14 +292,6 @@ class Upkeep:
             self._kept.pop(link, None)
         self._is_elsewhere.difference_update(links)
         return len(links)
-
-
-def _way(head: int, links: Sequence[Link]) -> list[Link]:
-    """Find the way from a keyframe to the head, keyframe first; empty if nothing leads there."""
-    try:
-        return plan(None, head, links)
-    except ChainBroken:
-        return []
 
 
 async def check_room(store: WeightStore, manifest: WeightManifest) -> None:

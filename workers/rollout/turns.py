@@ -29,9 +29,9 @@ from ...fabric.rules.queue.placement import PrefillSpeed
 from ...fabric.rules.queue.retries import is_suspect
 from ...fabric.rules.queue.runs import cache_salt
 from ...fabric.rules.queue.timings import RunTimings
+from ...fabric.tracing.spans import Spans, place_of
 from ..engines.base import Engine, Generation, GenerationRequest
 from .engine_watch import LOOK_S, EngineWatch
-from .turn_spans import trace_claim
 
 log = logging.getLogger(__name__)
 
@@ -539,3 +539,45 @@ def joined(spans: list[Span]) -> list[Span]:
         else:
             out.append(span)
     return out
+
+
+def trace_claim(
+    spans: Spans,
+    claim: TurnClaim,
+    worker_id: str,
+    made: Generation | None,
+    *,
+    begun_s: float,
+    now_s: float,
+    outcome: str,
+) -> None:
+    """Add the spans of a claim that ends now, if its turn is traced: its wait, its prefill, its decoding.
+
+    made: what it made; None: not known. outcome: stop, length, error, refused, or given_back: it goes on elsewhere.
+    """
+    parent = place_of(claim.job.traceparent) if spans.is_on else None
+    if parent is None:
+        return
+    place = parent.child(worker_id, claim.fence)
+    if claim.waited_s is not None:
+        waiting, is_again = place.child("queue"), claim.is_handed_over
+        spans.add("turn_queue", waiting, parent, begun_s - claim.waited_s, begun_s, is_handed_over=is_again)
+    prior, count = 0 if claim.log is None else len(claim.log.completion_ids), 0
+    first_s = begun_s
+    if made is not None:
+        count = len(made.completion_ids)
+        if made.first_token_s is not None:
+            first_s = min(now_s, begun_s + made.first_token_s)
+            tokens = len(claim.job.prompt_ids) + prior
+            spans.add("prefill", place.child("prefill"), parent, begun_s, first_s, input_tokens=tokens)
+    spans.add(
+        "decode",
+        place.child("decode"),
+        parent,
+        first_s,
+        now_s,
+        outcome=outcome,
+        generated_tokens=count,
+        prior_tokens=prior,
+        error=outcome if outcome in ("error", "refused") else "",
+    )

@@ -118,7 +118,7 @@ def keyframe_due(head: int, links: Sequence[Link], *, link_count_max: int = LINK
     keyframe = newest_keyframe(head, links)
     if keyframe is None:
         return True
-    way = _way(keyframe.version, head, [link for link in links if link.kind != KEYFRAME])
+    way = way_to(keyframe.version, head, [link for link in links if link.kind != KEYFRAME])
     if not way and keyframe.version != head:
         return True
     return len(way) > link_count_max or sum(link.payload_bytes for link in way) > keyframe.payload_bytes
@@ -189,8 +189,8 @@ def _whole_way(goal: int, links: Sequence[Link], steps: Sequence[Link]) -> list[
     root = newest_keyframe(goal, links)
     if root is None or root.version == goal:
         return [] if root is None else [root]
-    way = _way(root.version, goal, steps)
-    return [root, *way] if way else _way(None, goal, links)
+    way = way_to(root.version, goal, steps)
+    return [root, *way] if way else way_to(None, goal, links)
 
 
 def _unfolded(head: int, links: Sequence[Link]) -> list[list[Link]]:
@@ -212,11 +212,11 @@ def _unfolded(head: int, links: Sequence[Link]) -> list[list[Link]]:
 
 def _ways(have: int, goals: Iterable[int], links: Sequence[Link]) -> set[Link]:
     """Collect all links of the cheapest ways from a version to several others."""
-    return {link for goal in goals for link in _way(have, goal, links)}
+    return {link for goal in goals for link in way_to(have, goal, links)}
 
 
-def _way(have: int | None, goal: int, links: Sequence[Link]) -> list[Link]:
-    """Plan a way; empty where none leads there."""
+def way_to(have: int | None, goal: int, links: Sequence[Link]) -> list[Link]:
+    """Plan as `plan` does; empty where no way leads there."""
     try:
         return plan(have, goal, links)
     except ChainBroken:

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rollfab.api.access.keys import add_key
 from rollfab.deploy.local.supervisor import Child, Supervisor
-from rollfab.deploy.local.up import free_port
-from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.broker.embedded import EmbeddedBroker, free_port
 from rollfab.fabric.contract.errors import BrokerError, FabricError
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.opened import RedisFabric

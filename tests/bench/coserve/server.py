@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rollfab.deploy.local.supervisor import follow_parent
-from rollfab.deploy.local.up import free_port
+from rollfab.fabric.broker.embedded import free_port
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.workers.engines.vllm.common.environment import prepare_environment
 from rollfab.workers.engines.vllm.plugin import children_die_with_us

@@ -31,8 +31,7 @@ from redis.asyncio import Redis
 
 from rollfab.api.access.keys import add_key
 from rollfab.deploy.local.supervisor import Supervisor
-from rollfab.deploy.local.up import free_port
-from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.broker.embedded import EmbeddedBroker, free_port
 from rollfab.fabric.contract.errors import EnvironmentUnknown, FabricError
 from rollfab.trainer.client import Fabric, Run, connect
 from rollfab.workers.engines.vllm.common.environment import ALWAYS, ON_CPU

@@ -11,7 +11,7 @@ import httpx
 import openai
 
 from rollfab.api.access.keys import add_key
-from rollfab.deploy.local.up import free_port
+from rollfab.fabric.broker.embedded import free_port
 from tests.support.processes.fabric_processes import Processes
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rollfab.api.access.keys import add_key
-from rollfab.deploy.local.up import free_port
+from rollfab.fabric.broker.embedded import free_port
 from tests.bench.lively import lively_weights
 from tests.support.processes.fabric_processes import Processes, processes
 

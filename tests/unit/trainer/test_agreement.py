@@ -260,6 +260,7 @@ async def test_version_and_rule_follow_what_is_published() -> None:
     assert (agreement.policy_version, agreement.rule, agreement.fresh.token_count) == (1, BFLOAT16, 1)
 
 
+@pytest.mark.usefixtures("nobody_is_waited_for")
 async def test_a_run_that_is_gone_is_named() -> None:
     fabric, report = await reporter()
     await fabric.board.delete_run("r1")

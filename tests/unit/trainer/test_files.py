@@ -22,6 +22,7 @@ from rollfab.fabric.contract.records import Failure, Group, Node, Rollout, Side,
 from rollfab.trainer import files
 from rollfab.trainer.files import Recording, read_groups, write_groups
 from tests.support.records import new_rollout
+from tests.support.tried import tried
 
 SUFFIXES = (".jsonl", ".parquet")
 FLOATS = st.floats(-100, 0, width=32) | st.sampled_from([-np.inf, np.inf, np.nan])
@@ -100,7 +101,7 @@ def bits(group: Group) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@settings(max_examples=25)
+@settings(max_examples=tried(25))
 @given(found=st.lists(groups(), min_size=1, max_size=3))
 def test_what_is_read_is_what_was_written(suffix: str, found: list[Group]) -> None:
     with TemporaryDirectory() as directory:

@@ -96,6 +96,7 @@ async def fabric_with_run() -> StandInFabric:
     return fabric
 
 
+@pytest.mark.usefixtures("nobody_is_waited_for")
 async def test_the_run_says_what_it_did_since_the_last_step() -> None:
     fabric, clock, timings = await fabric_with_run(), Hand(), Timings("p")
     info = WorkerInfo(worker_id="w1", role="serving", pid=1, host="h")

@@ -84,6 +84,7 @@ async def test_a_run_with_too_many_dead_letters_says_that_nothing_is_in(monkeypa
     assert "dead letters" in (await refused(fabric, run, QueueFull)).message
 
 
+@pytest.mark.usefixtures("nobody_is_waited_for")
 async def test_a_run_that_is_gone_says_that_nothing_is_in() -> None:
     fabric, run = await open_run()
     await fabric.board.delete_run("r1")

@@ -99,7 +99,9 @@ def test_a_training_that_begins_anew_on_a_trained_run_gets_groups_of_its_own(pla
     assert played.names[4:] == ["r1-0-3-0", "r1-0-3-1", "r1-0-3-2", "r1-0-3-3"]  # its first version is 3
 
 
-@pytest.mark.parametrize("is_second", [False, True], ids=["first training", "begun anew"])
+@pytest.mark.parametrize(
+    "is_second", [pytest.param(False, marks=pytest.mark.slow), True], ids=["first training", "begun anew"]
+)
 def test_a_training_that_goes_on_names_its_groups_as_before(played: Played, tmp_path: Path, is_second: bool) -> None:
     if is_second:
         played.train(tmp_path / "first", 1)

@@ -34,7 +34,6 @@ from ..admission import check_images, context_of, is_over, stops_of
 from ..base import Bits, EngineLimits, EngineStats, Generation, GenerationRequest, TurnsAtCommit
 from ..model_tokenizer import find_tokenizer
 from ..stops import Pieces, StopMatcher
-from .backends import new_door
 from .common.arena import Mirror
 from .common.backend import Ask, Door
 from .common.config import VllmConfig
@@ -54,6 +53,30 @@ UNTOLD = {False: "the stream ended before the request did", True: "vLLM could no
 COMMIT_S = 60.0  # how long closing waits for a commit to somebody else's server
 ABORT_AGAIN_S = 0.05
 LOOKING_COUNT_MAX = 2  # requests whose images are read at once: the other threads are for weights
+
+
+def new_door(config: VllmConfig) -> Door:
+    """Make a closed door: to somebody's server, to an adapter on a vLLM of our own, or to such a vLLM's own weights.
+
+    Only the chosen one is imported.
+    """
+    if config.server is not None:
+        from .attached.backend import ServerDoor
+
+        return ServerDoor(
+            config.server,
+            slot_count=config.slot_count,
+            context_tokens_max=config.context_tokens_max,
+            api_key=config.api_key,
+            model=config.model,
+        )
+    if config.adapter_rank is not None:
+        from .adapter import AdapterDoor
+
+        return AdapterDoor(config)
+    from .local import LocalDoor
+
+    return LocalDoor(config)
 
 
 class VllmEngine:

@@ -77,21 +77,23 @@ def test_a_run_may_be_the_first_word_as_it_was_written_before(words: str, run: s
     assert seen == [(run, version)]
 
 
+def typed_in(shell: str, instruction: str, typed: str) -> dict[str, str]:
+    """The variables by which a shell asks for what may follow."""
+    place = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_TYPER_COMPLETE_ARGS": typed}
+    return {"_ROLLFAB_COMPLETE": f"{instruction}_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args", **place}
+
+
+def test_a_shell_that_asks_the_command_is_answered() -> None:
+    words = [sys.executable, "-c", "import sys; sys.argv[0] = 'rollfab'; from rollfab.deploy.main import main; main()"]
+    env = {**os.environ, **typed_in("bash", "complete", "rollfab sta")}
+    said = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60).stdout
+    assert re.search(r"\bstatus\b", said)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands_and_options(shell: str) -> None:
     def asked(instruction: str, typed: str) -> str:
-        place = {
-            "_ROLLFAB_COMPLETE": f"{instruction}_{shell}",
-            "COMP_WORDS": typed,
-            "COMP_CWORD": str(typed.count(" ")),
-        }
-        place |= {"_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-        words = [
-            sys.executable,
-            "-c",
-            "import sys; sys.argv[0] = 'rollfab'; from rollfab.deploy.main import main; main()",
-        ]
-        return subprocess.run(words, env={**os.environ, **place}, capture_output=True, text=True, timeout=60).stdout
+        return CliRunner().invoke(app, [], env=typed_in(shell, instruction, typed), prog_name="rollfab").stdout
 
     assert "rollfab" in asked("source", "")
     assert re.search(r"\bstatus\b", asked("complete", "rollfab sta"))

@@ -21,6 +21,7 @@ from rollfab.fabric.chat.template import ChatTemplate
 from rollfab.fabric.contract.errors import InputError, PayloadTooLarge
 from rollfab.fabric.contract.images import digest_of
 from rollfab.fabric.contract.records import Rollout, Span
+from tests.support.tried import tried
 from tests.unit.fabric.chat.families import FAMILIES, QWEN25, Message, build_tokenizer, chat_template
 from tests.unit.fabric.chat.world import PICTURES, TOOLS, World, Wrong, image_part, png, run_world
 
@@ -52,7 +53,7 @@ def result(answer: Answer, content: str = "mild") -> Message:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25)
+@settings(max_examples=tried(25))
 @given(dice=st.randoms(use_true_random=False))
 def test_a_path_is_what_the_engine_saw_and_made_and_branches_only_where_the_template_rewrites(
     family: str, dice: Random
@@ -77,7 +78,7 @@ def test_a_thousand_histories_continue_wherever_they_could() -> None:
 def test_what_asks_begin_with_alike_is_stored_once() -> None:
     """Tokens of the prefix tree of all lines to those stored; asks that share nothing but answers come to 0.4."""
     total: Counter[str] = Counter()
-    for seed in range(200):
+    for seed in range(tried(200)):
         total += run_world(list(FAMILIES)[seed % len(FAMILIES)], seed)
 
     assert total["needed"] >= 0.95 * total["stored"] > 0
@@ -232,6 +233,7 @@ BUGS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: type[Conversation]) -> None:
     """In at most 300 histories; those without it go through the same ones."""
@@ -609,7 +611,7 @@ def test_what_is_no_image_is_refused(content: dict[str, Any], why: str) -> None:
         Conversation(chat_template("qwen2.5-vl")).ask(asked(content))
 
 
-@pytest.mark.parametrize("width", [6_000, 30_000])
+@pytest.mark.parametrize("width", [6_000, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_a_small_file_of_a_huge_image_is_refused_before_it_is_unpacked(width: int) -> None:
     bomb = io.BytesIO()
     Image.new("1", (width, width)).save(bomb, "PNG")

@@ -11,6 +11,7 @@ from rollfab.fabric.contract.errors import WireError
 from rollfab.fabric.contract.records import NO_IDS, NO_LOGPROBS, Branch, Node, Rollout, Side, TokenLog, TurnResult
 from rollfab.fabric.contract.sides import dense, joined, parts, rows
 from tests.support.records import new_rollout
+from tests.support.tried import tried
 
 DTYPES = ("u1", "i4", "f4", "i8", "f8")
 
@@ -98,7 +99,7 @@ def test_rows_are_filled_up_where_nothing_is_known() -> None:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=tried(150))
 def test_damage_is_refused_and_never_read(data: st.DataObject) -> None:
     log = TokenLog(sides=(data.draw(sides(end=0)), data.draw(sides(end=0))))
     raw = bytearray(log.encode())

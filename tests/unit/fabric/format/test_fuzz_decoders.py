@@ -25,11 +25,12 @@ from rollfab.fabric.versions.rank_parts import whole
 from rollfab.fabric.versions.stage import Stage
 from tests.fuzz.damage import damaged
 from tests.fuzz.targets import LAYOUT, OLD, TARGETS, attack, blocks, manifest, row
+from tests.support.tried import tried
 
 MIB = 1 << 20
 # Each example is a few damages of a valid input: thousands of them find what a few do not, and take seconds.
 many = settings(
-    max_examples=6 * settings.default.max_examples,
+    max_examples=tried(600),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

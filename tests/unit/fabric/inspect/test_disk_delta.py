@@ -23,6 +23,7 @@ from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.inspect import disk_delta
 from rollfab.fabric.inspect.disk_delta import ENCODINGS, Form, holds_changes, new_bits, open_delta, save_delta
 from rollfab.fabric.inspect.safetensors import INDEX, open_checkpoint, save_bits
+from tests.support.tried import tried
 from tests.support.weights.their_deltas import Engine, trainer_writes
 from tests.support.weights.weight_models import SPECIAL, Model, draw_layout
 
@@ -48,7 +49,7 @@ def as_bytes(bits: dict[str, Any]) -> dict[str, bytes]:
 FORMS = {"encoding": st.sampled_from(ENCODINGS), "sums": st.sampled_from(["xxh3-128", "adler32"])}
 
 
-@settings(max_examples=25)
+@settings(max_examples=tried(25))
 @given(step=steps(), **FORMS)
 def test_every_bit_that_a_trainer_wrote_is_read(step: Any, encoding: str, sums: str) -> None:
     layout, old, new = step
@@ -65,7 +66,7 @@ def test_every_bit_that_a_trainer_wrote_is_read(step: Any, encoding: str, sums: 
         assert flat.dtype == new[name].dtype and flat.tobytes() == new[name].tobytes()
 
 
-@settings(max_examples=25)
+@settings(max_examples=tried(25))
 @given(step=steps(), **FORMS)
 def test_every_bit_that_is_written_is_applied_by_an_engine(step: Any, encoding: str, sums: str) -> None:
     layout, old, new = step
@@ -83,7 +84,7 @@ def test_every_bit_that_is_written_is_applied_by_an_engine(step: Any, encoding: 
     assert engine.tensors() == as_bytes(new)
 
 
-@settings(max_examples=60)
+@settings(max_examples=tried(60))
 @given(place=st.integers(0, 1 << 20), bit=st.integers(0, 7), length=st.none() | st.integers(0, 1 << 12))
 def test_no_damaged_byte_changes_the_weights(place: int, bit: int, length: int | None) -> None:
     # Given a delta, one bit of one of its files, and perhaps all from there on

@@ -26,6 +26,7 @@ from rollfab.fabric.versions.snapshot import Prepared
 from rollfab.fabric.versions.stage import Stage, part_sums
 from rollfab.fabric.versions.vote import Vote, agree, failed_vote, vote
 from tests.standin.fabric import StandInFabric
+from tests.support.tried import tried
 from tests.support.weights.random_trainer import RUN, RandomTrainer
 from tests.support.weights.rank_maps import cut_for_ranks, rank_map
 
@@ -242,7 +243,7 @@ def check_stage(
         late.assert_holds(shape.split(trainer.states[-1], ranks))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=tried(40), deadline=None)
 @given(
     shape=st.builds(Shape, hidden=st.integers(1, 9), words=st.integers(1, 40), rows=st.integers(1, 4)),
     ranks=st.sampled_from([WHOLE, 1, 2, 4]),
@@ -258,9 +259,18 @@ def test_after_every_version_each_rank_holds_its_slice_of_the_dense_model(
 
 
 @pytest.mark.parametrize(
-    "densities", [[0.00001, 0.01, 0.02, 0.0], [0.01, 0.02, 1.0, 0.01], [1.0, 0.6, 0.01], [0.4] * 3]
+    ("ranks", "densities"),
+    [
+        (WHOLE, [0.00001, 0.01, 0.02, 0.0]),
+        (2, [0.01, 0.02, 1.0, 0.01]),
+        (WHOLE, [1.0, 0.6, 0.01]),
+        (2, [0.4] * 3),
+        pytest.param(2, [0.00001, 0.01, 0.02, 0.0], marks=pytest.mark.slow),
+        pytest.param(WHOLE, [0.01, 0.02, 1.0, 0.01], marks=pytest.mark.slow),
+        pytest.param(2, [1.0, 0.6, 0.01], marks=pytest.mark.slow),
+        pytest.param(WHOLE, [0.4] * 3, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("ranks", [WHOLE, 2])
 def test_tensors_of_more_than_one_block_are_brought_on_by_any_densities(ranks: int, densities: list[float]) -> None:
     check_stage(Shape(hidden=1000, words=3001, rows=1), ranks, 1 << 21, densities, 0, is_far=ranks == 2)
 

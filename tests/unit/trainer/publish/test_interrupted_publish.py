@@ -189,7 +189,9 @@ async def interrupted_life(points: Points, target: int, at: int, case: tuple[flo
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [CASES[0], CASES[3], *(pytest.param(each, marks=pytest.mark.slow) for each in CASES[1:3])]
+)
 @pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 2])
 async def test_cancelled_at_any_point_the_next_version_is_right(
     points: Points, case: tuple[float, str, Any], at: int

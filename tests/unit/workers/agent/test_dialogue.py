@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
+import functools
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,8 @@ def play(
     tokenizer: Any = None,
     sampling: dict[str, Any] | None = None,
     task: Any = None,
+    registry: Registry = REGISTRY,
+    run: Callable[[Coroutine[Any, Any, Rollout]], Rollout] = asyncio.run,
     **options: Any,
 ) -> Rollout:
     """Live on, as often as it takes."""
@@ -126,15 +128,22 @@ def play(
             job=job, worker_id="a", fence=1, attempt=0, loss=0, snapshot=broker.snapshot, turns=tuple(broker.settled)
         )
         limits = Limits(agent_id="a", call_timeout_s=20.0)
-        text = tokenizer or broker.tokenizer
-        async with Registry(TWIN_PAIRS) if kind in TWINS else contextlib.nullcontext(REGISTRY) as registry:
-            return await Episode(config, claim, registry, text, limits, broker).run()  # type: ignore[arg-type]
+        return await Episode(config, claim, registry, tokenizer or broker.tokenizer, limits, broker).run()  # type: ignore[arg-type]
 
     while True:
         try:
-            return asyncio.run(live())
+            return run(live())
         except Killed:
             continue
+
+
+@pytest.fixture(scope="module")
+def play_twin() -> Iterator[Callable[..., Rollout]]:
+    """Plays in a world of TWINS. They share a loop and the registry, so a process serves one episode after another."""
+    with asyncio.Runner() as runner:
+        registry = Registry(TWIN_PAIRS)
+        yield functools.partial(play, registry=registry, run=runner.run)
+        runner.run(registry.close())
 
 
 def check_exact(broker: Broker, rollout: Rollout) -> None:
@@ -341,14 +350,14 @@ def test_messages_cross_to_a_process_and_back() -> None:
     ],
 )
 def test_what_a_world_may_say_is_the_same_wherever_it_runs(
-    kind: str, options: dict[str, str], says: str | None
+    play_twin: Callable[..., Rollout], kind: str, options: dict[str, str], says: str | None
 ) -> None:
     broker = Broker("qwen2.5")
     if says is None:
-        check_exact(broker, play(broker, kind, **options))
+        check_exact(broker, play_twin(broker, kind, **options))
         return
     with pytest.raises(EnvironmentFailed, match=f"^environment '{kind}':? {says}") as caught:
-        play(broker, kind, **options)
+        play_twin(broker, kind, **options)
     assert str(caught.value).count("environment") == 1
 
 
@@ -366,11 +375,11 @@ def test_what_is_no_message_fails_the_attempt_by_name(broken: str, says: str) ->
 
 
 @pytest.mark.parametrize("kind", TWINS)
-def test_a_world_forces_calls_of_its_tools(kind: str) -> None:
+def test_a_world_forces_calls_of_its_tools(play_twin: Callable[..., Rollout], kind: str) -> None:
     named = {"type": "function", "function": {"name": "add"}}
     for choice in ("auto", "required", named):
         broker = Broker("qwen2.5")
-        check_exact(broker, play(broker, kind, tool_choice=choice))
+        check_exact(broker, play_twin(broker, kind, tool_choice=choice))
         assert len(broker.tags) == 2 and len(set(broker.tags)) == 1
         head = '<tool_call>\\n{\\"name\\": \\"add\\", \\"arguments\\": '
         assert (head in broker.tags[0], '"star"' in broker.tags[0]) == (choice != "auto", choice == "required")
@@ -385,9 +394,11 @@ def test_a_world_forces_calls_of_its_tools(kind: str) -> None:
         ("required", {"guided_regex": "a"}, "tool_choice forces calls, but its turns are guided"),
     ],
 )
-def test_a_choice_that_cannot_be_kept_fails_the_attempt_by_name(choice: Any, sampling: Any, says: str) -> None:
+def test_a_choice_that_cannot_be_kept_fails_the_attempt_by_name(
+    play_twin: Callable[..., Rollout], choice: Any, sampling: Any, says: str
+) -> None:
     with pytest.raises(EnvironmentFailed, match=f"environment 'inside'.*{says}"):
-        play(Broker("qwen2.5"), "inside", tool_choice=choice, sampling=sampling)
+        play_twin(Broker("qwen2.5"), "inside", tool_choice=choice, sampling=sampling)
 
 
 def test_a_model_without_a_chat_template_is_named(tmp_path: Path) -> None:

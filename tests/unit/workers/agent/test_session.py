@@ -36,8 +36,7 @@ from rollfab.workers.agent import episode as episode_module
 from rollfab.workers.agent import session as session_module
 from rollfab.workers.agent.desk import Desk, RemoteWorlds
 from rollfab.workers.agent.worker import AgentConfig, AgentWorker
-from rollfab.workers.engines.model_tokenizer import chat_of
-from rollfab.workers.engines.preset_chat import CALL_ID
+from rollfab.workers.engines.model_tokenizer import CALL_ID, chat_of
 from tests.standin.fabric import StandInFabric
 from tests.support.leases import set_lease
 from tests.support.records import made_of, result_of

@@ -12,6 +12,7 @@ from rollfab.fabric.model.tokenizer import CharTokenizer, Tokenizer
 from rollfab.workers.engines.model_tokenizer import find_tokenizer, load_tokenizer
 from rollfab.workers.engines.stops import RUN_MAX, Pieces, StopMatcher
 from tests.support.tokenizer_files import SPECIAL, WORDS, byte_fallback, byte_level, save
+from tests.support.tried import tried
 
 
 @pytest.fixture(scope="module", params=[CharTokenizer, byte_level, byte_fallback], ids=lambda kind: kind.__name__)
@@ -33,7 +34,7 @@ def naive(tokenizer: Tokenizer, stops: list[str], tokens: list[int]) -> int | No
     return None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=tried(200), deadline=None)
 @given(data=st.data())
 def test_a_turn_ends_where_decoding_everything_again_would_end_it(tokenizer: Tokenizer, data: st.DataObject) -> None:
     # Given tokens of any kind, more of them pieces of characters than a model would make, and stops out of their text
@@ -62,7 +63,7 @@ def test_a_turn_ends_where_decoding_everything_again_would_end_it(tokenizer: Tok
         assert naive(tokenizer, stops, [*tokens, token]) is not None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=tried(200), deadline=None)
 @given(
     text=st.text(alphabet="ab .\nstopé€🤣中文", max_size=40),
     stop=st.text(alphabet="ab .\nsé€🤣", min_size=1, max_size=5),

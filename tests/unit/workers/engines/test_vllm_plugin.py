@@ -106,6 +106,7 @@ def test_the_probe_runs_where_none_of_our_dependencies_is_installed(tmp_path: Pa
     assert page.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_distribution_of_the_probe_alone_holds_all_that_the_probe_imports(tmp_path: Path) -> None:
     # Given its wheel, built from a copy of the tree

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollfab.fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan
+from tests.support.tried import tried
 
 RULE = CapacityRule()
 TICK_S = 1.0
@@ -146,7 +147,7 @@ def test_more_headroom_never_costs_a_worker_its_lease(
     assert after.slot_count >= before.slot_count
 
 
-@settings(max_examples=60)
+@settings(max_examples=tried(60))
 @given(pools, demands, st.data())
 def test_under_facts_that_do_not_change_no_worker_is_lent_and_taken_back_in_turn(
     pool: list[WorkerFacts], demand: RunFacts, data: st.DataObject

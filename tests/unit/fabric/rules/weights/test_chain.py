@@ -28,6 +28,7 @@ from rollfab.fabric.rules.weights.chain import (
     readable_versions,
 )
 from rollfab.fabric.rules.weights.publish import refusal
+from tests.support.tried import tried
 
 SHORT, LONG = JUMPS
 
@@ -227,7 +228,7 @@ def assert_readable(life: Life, versions: Iterable[int]) -> None:
                 plan(None, version, life.links)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=tried(30), deadline=None)
 @given(st.lists(st.sampled_from([1, 5, 50, 99, 100, 101, 130]), min_size=1, max_size=40), st.booleans())
 def test_the_last_versions_can_all_be_read_however_much_each_changes(sizes: list[int], can_fold: bool) -> None:
     # Given a run whose keyframes have 100 bytes, and deltas of any size up to more than that
@@ -269,7 +270,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tried(60), deadline=None)
 @given(st.lists(EVENTS, min_size=1, max_size=25), st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.5]))
 def test_a_life_of_publishing_stays_bounded_and_readable(
     history: list[tuple[str, int, int]], fold_fraction: float
