@@ -209,9 +209,10 @@ def _register() -> None:
     from .looking import history, trace
     from .replay import command as replay
     from .roles import acl, api, command, config, train
+    from .simulation import command as simulation
     from .weights import command as weights
 
-    shown = (status, trace, history, lend, doctor, data, dead, logs, runs, weights, train, replay)
+    shown = (status, trace, history, lend, doctor, data, dead, logs, runs, weights, train, replay, simulation)
     for module in (command, config, api, acl, *shown):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")

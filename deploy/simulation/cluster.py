@@ -1,0 +1,395 @@
+"""The simulated cluster: instances, turns that wait, tools, and serving load.
+
+- Agents have as many places as there are slots, lendable ones included where any are lent: so many trajectories are
+  under way, the others wait. A turn is asked for as soon as its environment has answered.
+- Turns wait in one stream, by urgency, then first come, first served; whoever has been free for longest takes the next.
+  With `home`, a turn waits for the worker with its context as long as the fastest other one would take to read that.
+- A serving request goes to the instance with the fewest unanswered ones.
+- Who is lent decides a lender (lending.py), what a step is a trainer (training.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...fabric.contract.records import RunConfig, Span
+from ...fabric.rules.queue.placement import PATIENCE_MS_MAX, Homes
+from ...fabric.rules.queue.retries import is_stale
+from ...workers.serving.guarding.guard import Guard, GuardConfig, GuardOrders, Policy
+from ..replay.records import Arrival
+from .machine.books import Books, Broken
+from .machine.cost import Model
+from .machine.engine import Engine, EngineOptions
+from .machine.events import Events
+from .machine.serving import CHUNK_TOKENS, ServingSide
+from .machine.turns import Batch, GroupState, Trajectory, Turn
+from .machine.workload import StepPlan
+
+LENT_CHUNK, OWN_CHUNK = 512, 2048  # prompt tokens in one rollout step: beside serving, and alone
+NEARLY_COMPLETE = 4  # a quarter of a group's quorum missing: use/ring.lua of the broker says the same, and a test it
+REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
+RUN, MODEL = "run", "model"
+Waiting = tuple[int, int, Turn]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is simulated. dedicated, lendable: instances. kv_*: tokens. load: serving requests in [0, load_s), repeated.
+
+    places: shared, home, or affine (ROSE's router). staleness: versions behind the head that may still generate.
+    """
+
+    rollout: Model
+    serving: Model
+    dedicated: int
+    lendable: int
+    slot_count: int = 16
+    kv_dedicated: int
+    kv_lent: int
+    kv_serving: int
+    turn_tokens_max: int
+    load: Sequence[Arrival] = ()
+    load_s: float = 1.0
+    ttft_ms: float
+    tpot_ms: float
+    activation_s: float = 2.0
+    fetch_s: float = 2.0
+    noise: float = 0.03
+    seed: int = 0
+    places: str = "shared"
+    lends: bool = True
+    keeps_tokens: bool = True
+    policy: Policy | None = None
+    serving_chunk: int = CHUNK_TOKENS
+    staleness: int = 1
+
+
+def urgency(missing: int, quorum: int, *, was_held: bool, priority: int = 1) -> int:
+    """Return the class in which a turn waits, as the broker's script decides it."""
+    is_urgent = was_held or missing * NEARLY_COMPLETE <= quorum
+    return max(0, priority - 1) if is_urgent else priority
+
+
+class Cluster:
+    """See the module."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.events, self.books = Events(), Books()
+        self.head_version = 0
+        self.run = RunConfig(
+            run_id=RUN,
+            model=MODEL,
+            environment="simulated",
+            prefix_affinity=setup.places != "shared",
+            staleness=setup.staleness,
+        )
+        self.dedicated = [self._engine(f"own-{n}", n, setup.kv_dedicated) for n in range(setup.dedicated)]
+        self.lendable = [self._serving_engine(f"lent-{n}", n) for n in range(setup.lendable)]
+        for engine in self.dedicated:
+            engine.version = self.head_version
+        self.engines = [*self.dedicated, *self.lendable]
+        self.by_name = {engine.name: engine for engine in self.engines}
+        self.batches: list[Batch] = []
+        self.place_count = setup.slot_count * len(self.engines if setup.lends else self.dedicated)
+        self._homes = Homes()
+        self._queued: deque[Trajectory] = deque()
+        self._claimed = 0
+        self._ready: list[Waiting] = []  # a heap: urgency, number, turn
+        self._parked: dict[str, list[Waiting]] = {}  # by engine: turns that wait for it
+        self._count = self._trajectories = 0
+        self._leases: dict[str, int] = {}
+        if setup.load and self.lendable:
+            self.events.at(setup.load[0].at_s, self._arrive, 0, 0.0)
+
+    def _engine(
+        self, name: str, seed: int, kv_tokens: int, serving: ServingSide | None = None, guard: Guard | None = None
+    ) -> Engine:
+        setup = self.setup
+        options = EngineOptions(
+            name=name,
+            cost=setup.rollout.cost,
+            slot_count=setup.slot_count,
+            kv_tokens=kv_tokens,
+            turn_tokens_max=setup.turn_tokens_max,
+            chunk_tokens=OWN_CHUNK if serving is None else LENT_CHUNK,
+            noise=setup.noise,
+            seed=setup.seed * 10_000 + seed,
+        )
+        return Engine(
+            options,
+            self.events,
+            self.books,
+            serving=serving,
+            guard=guard,
+            on_end=self._ended,
+            on_back=self._came_back,
+        )
+
+    def _serving_engine(self, name: str, index: int) -> Engine:
+        setup = self.setup
+        serving = ServingSide(setup.serving.cost, setup.kv_serving, setup.serving_chunk)
+        config = GuardConfig(probe="", probe_name="simulated", slo_ttft_ms=setup.ttft_ms, slo_tpot_ms=setup.tpot_ms)
+        guard = Guard(config, serving, [setup.policy] if setup.policy is not None else ())
+        return self._engine(name, 1000 + index, setup.kv_lent, serving, guard)
+
+    def _arrive(self, index: int, began_s: float) -> None:
+        setup = self.setup
+        arrival = setup.load[index]
+        least = min(self.lendable, key=_load)
+        least.arrive(arrival.prompt_tokens, arrival.completion_tokens)
+        index += 1
+        if index == len(setup.load):
+            index, began_s = 0, began_s + setup.load_s
+        self.events.at(max(self.events.now_s, began_s + setup.load[index].at_s), self._arrive, index, began_s)
+
+    # ---- leases and weights
+
+    def lease(self, engine: Engine) -> None:
+        """Lend an engine out; it takes turns once it is awake and has the weights."""
+        number = self._leases[engine.name] = self._leases.get(engine.name, 0) + 1
+        engine.is_leased, engine.is_ready = True, False
+        if engine.guard is not None:
+            engine.guard.orders = GuardOrders(is_lent=True, policy=int(self.setup.policy is not None))
+        self.events.after(self.setup_s(engine), self._got_ready, engine, number)
+
+    def _got_ready(self, engine: Engine, number: int) -> None:
+        if engine.is_leased and self._leases[engine.name] == number:
+            engine.is_ready = True
+            if engine.version != self.head_version:
+                engine.forget_prefixes()
+            engine.version = self.head_version
+            self.place()
+
+    def revoke(self, engine: Engine) -> None:
+        """End a lease: its turns go on elsewhere."""
+        engine.is_leased = engine.is_ready = False
+        self._leave_parked(engine)
+        engine.take_back(engine.turns(), keeps_tokens=self.setup.keeps_tokens)
+
+    def setup_s(self, engine: Engine) -> float:
+        """Return the seconds until an engine that is not lent could run turns."""
+        return self.setup.activation_s + (self.setup.fetch_s if engine.version != self.head_version else 0.0)
+
+    def publish(self) -> None:
+        """Give all engines that work for the run new weights; prefixes of older ones are of no use."""
+        self.head_version += 1
+        for engine in self.engines:
+            if engine.is_leased:
+                engine.version = self.head_version
+                engine.forget_prefixes()
+
+    # ---- trajectories
+
+    def submit(self, plan: StepPlan, on_done: Callable[[], None]) -> None:
+        """Submit a step's groups. on_done: called when enough of them are complete."""
+        batch = Batch(plan=plan, on_done=on_done, began_s=self.events.now_s, missing_groups=plan.needed)
+        self.batches.append(batch)
+        for index, group in enumerate(plan.groups):
+            state = GroupState(batch=batch, index=index, quorum=len(group), missing=len(group))
+            for each in group:
+                self._trajectories += 1
+                trajectory = Trajectory(self._trajectories, each, state)
+                self.books.submits(trajectory.number)
+                batch.open[trajectory.number] = trajectory
+                self._queued.append(trajectory)
+        self._claim()
+
+    def _claim(self) -> None:
+        """Let agents take trajectories, as long as they have places."""
+        while self._queued and self._claimed < self.place_count:
+            trajectory = self._queued.popleft()
+            if not trajectory.is_over:
+                trajectory.is_claimed = True
+                self._claimed += 1
+                self.events.after(trajectory.plan.start_s, self._ask, trajectory)
+
+    def _release(self, trajectory: Trajectory) -> None:
+        self._claimed -= trajectory.is_claimed
+        trajectory.is_over, trajectory.is_claimed = True, False
+
+    def counts(self) -> tuple[int, int]:
+        """Count the trajectories that wait for an agent, and those under way."""
+        return sum(len(batch.open) for batch in self.batches) - self._claimed, self._claimed
+
+    def waiting_count(self) -> int:
+        """Count the turns that wait or run."""
+        parked = sum(map(len, self._parked.values()))
+        return len(self._ready) + parked + sum(engine.turn_count for engine in self.engines)
+
+    def _ask(self, trajectory: Trajectory) -> None:
+        if trajectory.is_over:
+            return
+        plan = trajectory.plan.turns[trajectory.index]
+        turn = Turn(
+            trajectory, trajectory.index, trajectory.context_tokens, trajectory.fresh_tokens, plan.output_tokens
+        )
+        home = self._homes.leave(str(trajectory.number))
+        turn.home = home.worker_id if home.version >= self.head_version or self.setup.places == "affine" else ""
+        trajectory.turn = turn
+        if self.setup.places == "home" and turn.home and self.by_name[turn.home].is_leased:
+            self._park(turn, self.by_name[turn.home])
+        else:
+            self._push(turn)
+            self.place()
+
+    # ---- turns
+
+    def _row(self, turn: Turn) -> Waiting:
+        self._count += 1
+        group = turn.trajectory.group
+        return urgency(group.missing, group.quorum, was_held=turn.was_held), self._count, turn
+
+    def _push(self, turn: Turn) -> None:
+        turn.parked = 0
+        heapq.heappush(self._ready, self._row(turn))
+
+    def place(self, of: Engine | None = None) -> None:
+        """Give turns that wait to workers, as long as there are both. of: an engine that has slots again."""
+        if of is not None and self._parked.get(of.name):
+            self._unpark(of)
+        while self._ready:
+            turn = self._ready[0][2]
+            if turn.trajectory.is_over:
+                self.books.drops(turn, turn.made)
+                heapq.heappop(self._ready)
+                continue
+            free = [engine for engine in self.engines if engine.can_take(turn)]
+            if not free:
+                break
+            heapq.heappop(self._ready)
+            self._begin(turn, self._choose(turn, free))
+
+    def _choose(self, turn: Turn, free: Sequence[Engine]) -> Engine:
+        """Choose who has been free for longest, as workers ring; ROSE's router: who has the context, or most room."""
+        if self.setup.places != "affine":
+            return min(free, key=_free_since)
+        for engine in free:
+            if engine.name == turn.home and engine.cached(turn.key[0]) > REFILL_TOKENS:
+                return engine
+        return min(free, key=lambda each: (each.turn_count / each.slot_count, each.free_since))
+
+    def _park(self, turn: Turn, home: Engine) -> None:
+        """Let a turn wait for its home, until any other could have read its context."""
+        row = self._row(turn)
+        turn.parked = row[1]
+        heapq.heappush(self._parked.setdefault(home.name, []), row)
+        others = [each.prefill.us_per_token for each in self.engines if each.is_leased and each is not home]
+        patience_ms = min(PATIENCE_MS_MAX, 1e-3 * turn.context_tokens * min(others, default=PATIENCE_MS_MAX * 1000))
+        self.events.after(1e-3 * patience_ms, self._lose_patience, home.name, turn, row[1])
+        self._unpark(home)
+
+    def _lose_patience(self, name: str, turn: Turn, number: int) -> None:
+        if turn.parked == number:
+            rows = self._parked[name]
+            rows.remove(next(row for row in rows if row[1] == number))
+            heapq.heapify(rows)
+            self._push(turn)
+            self.place()
+
+    def _unpark(self, engine: Engine) -> None:
+        """Begin the turns that wait for this engine."""
+        parked = self._parked[engine.name]
+        while parked:
+            turn = parked[0][2]
+            if turn.trajectory.is_over:
+                self.books.drops(turn, turn.made)
+            elif engine.can_take(turn):
+                self._begin(turn, engine)
+            else:
+                break
+            turn.parked = 0
+            heapq.heappop(parked)
+
+    def _leave_parked(self, engine: Engine) -> None:
+        """Let turns that waited for an engine which is gone wait for any."""
+        for row in self._parked.pop(engine.name, []):
+            self._push(row[2])
+
+    def _begin(self, turn: Turn, engine: Engine) -> None:
+        self._count += 1
+        engine.free_since = self._count  # it listens again, behind the others
+        engine.begin(turn)
+
+    def _came_back(self, engine: Engine, turns: list[Turn]) -> None:
+        for turn in turns:
+            if turn.trajectory.is_over:
+                self.books.drops(turn, turn.made)
+                continue
+            turn.was_held, turn.home, turn.fresh_tokens = True, "", 0
+            self.books.moved_count += 1
+            self._push(turn)
+        self.place(engine)
+
+    def _ended(self, engine: Engine, turns: list[Turn]) -> None:
+        for turn in turns:
+            trajectory = turn.trajectory
+            trajectory.turn = None
+            if trajectory.is_over:
+                continue
+            self._homes.note(self.run, str(trajectory.number), Span(0, turn.made, engine.name, engine.version))
+            if trajectory.oldest_version < 0:
+                trajectory.oldest_version = turn.version
+            plan = trajectory.plan.turns[trajectory.index]
+            trajectory.context_tokens += turn.made + plan.observation_tokens
+            trajectory.fresh_tokens = plan.observation_tokens
+            trajectory.index += 1
+            if trajectory.index < len(trajectory.plan.turns):
+                self.events.after(plan.tool_s, self._ask, trajectory)
+            else:
+                self._complete(trajectory)
+        self.place(engine)
+
+    def _complete(self, trajectory: Trajectory) -> None:
+        if is_stale(trajectory.oldest_version, self.head_version, self.setup.staleness):
+            raise Broken(f"trajectory {trajectory.number} is {trajectory.oldest_version} of {self.head_version}: stale")
+        self.books.completes(trajectory.number)
+        group = trajectory.group
+        batch = group.batch
+        self._release(trajectory)
+        del batch.open[trajectory.number]
+        group.missing -= 1
+        self._claim()
+        if group.missing or group.index not in batch.plan.kept:
+            return
+        batch.missing_groups -= 1
+        if not batch.missing_groups and not batch.is_done:
+            batch.is_done = True
+            self._cancel(batch)
+            self.batches.remove(batch)
+            batch.on_done()
+
+    def _cancel(self, batch: Batch) -> None:
+        """End what a step no longer needs."""
+        for trajectory in batch.open.values():
+            self._release(trajectory)
+            self.books.completes(trajectory.number, is_cancelled=True)
+            turn = trajectory.turn
+            if turn is not None and turn.engine:
+                self.by_name[turn.engine].take_back([turn], keeps_tokens=True)
+        batch.open = {}
+        self._claim()
+
+    def check(self) -> None:
+        """Check the books against the engines, and each engine's time.
+
+        Raises:
+            Broken: they differ.
+        """
+        running = sum(engine.made(turn) for engine in self.engines for turn in engine.turns())
+        waits = [row for rows in (self._ready, *self._parked.values()) for row in rows]
+        self.books.check(running + sum(row[2].made for row in waits))
+        for engine in self.engines:
+            engine.check_time()
+
+
+def _load(engine: Engine) -> int:
+    assert engine.serving is not None
+    return engine.serving.load
+
+
+def _free_since(engine: Engine) -> int:
+    return engine.free_since
