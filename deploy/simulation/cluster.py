@@ -31,6 +31,7 @@ from .machine.workload import StepPlan
 LENT_CHUNK, OWN_CHUNK = 512, 2048  # prompt tokens in one rollout step: beside serving, and alone
 NEARLY_COMPLETE = 4  # a quarter of a group's quorum missing: use/ring.lua of the broker says the same, and a test it
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
+DRAIN_S = 600.0
 RUN, MODEL = "run", "model"
 Waiting = tuple[int, int, Turn]
 
@@ -98,6 +99,7 @@ class Cluster:
         self._homes = Homes()
         self._queued: deque[Trajectory] = deque()
         self._claimed = 0
+        self._is_draining = False
         self._ready: list[Waiting] = []  # a heap: urgency, number, turn
         self._parked: dict[str, list[Waiting]] = {}  # by engine: turns that wait for it
         self._count = self._trajectories = 0
@@ -137,6 +139,8 @@ class Cluster:
         return self._engine(name, 1000 + index, setup.kv_lent, serving, guard)
 
     def _arrive(self, index: int, began_s: float) -> None:
+        if self._is_draining:
+            return
         setup = self.setup
         arrival = setup.load[index]
         least = min(self.lendable, key=_load)
@@ -145,6 +149,12 @@ class Cluster:
         if index == len(setup.load):
             index, began_s = 0, began_s + setup.load_s
         self.events.at(max(self.events.now_s, began_s + setup.load[index].at_s), self._arrive, index, began_s)
+
+    def drain(self) -> None:
+        """Let serving answer what has come, with nothing new: a tail that is cut off would count as missed."""
+        self._is_draining = True
+        until_s = self.events.now_s + DRAIN_S
+        self.events.run(lambda: not any(each.serving and each.serving.has_work for each in self.lendable), until_s)
 
     # ---- leases and weights
 

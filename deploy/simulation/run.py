@@ -209,6 +209,9 @@ def _summed(
     setup, books = cluster.setup, cluster.books
     requests = [each for engine in cluster.lendable if engine.serving for each in engine.serving.requests]
     now_s = cluster.events.now_s
+    harvested_s = sum(engine.rollout_s for engine in cluster.lendable)
+    cluster.drain()
+    cluster.check()
     lent_s = len(cluster.lendable) * now_s
     seconds = range(math.ceil(now_s))
     spare_s = sum(spare_gpus[second % len(spare_gpus)] for second in seconds)
@@ -217,9 +220,9 @@ def _summed(
         seed=setup.seed,
         load=run[1],
         steps=tuple(steps),
-        served=served(requests, Slo(ttft_ms=setup.ttft_ms, tpot_ms=setup.tpot_ms), now_s),
+        served=served(requests, Slo(ttft_ms=setup.ttft_ms, tpot_ms=setup.tpot_ms), cluster.events.now_s),
         span_s=now_s,
-        harvest=sum(engine.rollout_s for engine in cluster.lendable) / lent_s if lent_s else 0.0,
+        harvest=harvested_s / lent_s if lent_s else 0.0,
         spare=spare_s / len(seconds) / setup.lendable if setup.lendable else 0.0,
         tokens=books.kept,
         harvested=books.harvested,

@@ -9,6 +9,7 @@ from rollfab.deploy.simulation.machine.books import Books
 from rollfab.deploy.simulation.machine.cost import model_of
 from rollfab.deploy.simulation.machine.engine import Engine, EngineOptions
 from rollfab.deploy.simulation.machine.events import Events
+from rollfab.deploy.simulation.machine.serving import ServingSide
 from rollfab.deploy.simulation.machine.turns import Batch, GroupState, Trajectory, Turn
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan
 from rollfab.deploy.simulation.run import Run, simulate
@@ -37,7 +38,7 @@ def outcome(found: Run) -> dict[str, Any]:
 class Lone:
     """One dedicated engine, without noise, and what became of its turns."""
 
-    def __init__(self, *, slots: int = 4, kv_tokens: int = 400_000) -> None:
+    def __init__(self, *, slots: int = 4, kv_tokens: int = 400_000, serving: ServingSide | None = None) -> None:
         self.events, self.books = Events(), Books()
         self.ended: dict[tuple[int, int], tuple[float, int]] = {}
         self.back: list[Turn] = []
@@ -47,9 +48,11 @@ class Lone:
             slot_count=slots,
             kv_tokens=kv_tokens,
             turn_tokens_max=4096,
-            chunk_tokens=2048,
+            chunk_tokens=2048 if serving is None else 512,
         )
-        self.engine = Engine(options, self.events, self.books, on_end=self._ended, on_back=self._came_back)
+        self.engine = Engine(
+            options, self.events, self.books, serving=serving, on_end=self._ended, on_back=self._came_back
+        )
 
     def turn(self, number: int, prompt: int, output: int) -> Turn:
         plan = TrajectoryPlan(prompt, (TurnPlan(output, 0, 0.0),))

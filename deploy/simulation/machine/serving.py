@@ -198,21 +198,20 @@ class Served:
 
 
 def served(requests: Sequence[Request], slo: Slo, ended_s: float) -> Served | None:
-    """Sum up requests at the end of a run; None: there was none. Requests of the last ten seconds do not count."""
-    counted = [each for each in requests if each.at_s < ended_s - 10.0 or not math.isnan(each.ended_s)]
-    if not counted:
+    """Sum up requests once serving was drained; None: there was none."""
+    if not requests:
         return None
-    ttfts = [1000 * (ended_s - e.at_s if math.isnan(e.first_s) else e.first_s - e.at_s) for e in counted]
-    tpots = [_tpot_ms(each, ended_s) for each in counted]
+    ttfts = [1000 * (ended_s - e.at_s if math.isnan(e.first_s) else e.first_s - e.at_s) for e in requests]
+    tpots = [_tpot_ms(each) for each in requests]
     both = [a <= slo.ttft_ms and b <= slo.tpot_ms for a, b in zip(ttfts, tpots, strict=True)]
     minutes: dict[int, list[bool]] = {}
-    for each, was in zip(counted, both, strict=True):
+    for each, was in zip(requests, both, strict=True):
         minutes.setdefault(int(each.at_s / 60), []).append(was)
     return Served(
-        request_count=len(counted),
-        ttft_attained=sum(each <= slo.ttft_ms for each in ttfts) / len(counted),
-        tpot_attained=sum(each <= slo.tpot_ms for each in tpots) / len(counted),
-        attained=sum(both) / len(counted),
+        request_count=len(requests),
+        ttft_attained=sum(each <= slo.ttft_ms for each in ttfts) / len(requests),
+        tpot_attained=sum(each <= slo.tpot_ms for each in tpots) / len(requests),
+        attained=sum(both) / len(requests),
         ttft_ms_p50=percentile(ttfts, 0.5),
         ttft_ms_p99=percentile(ttfts, 0.99),
         tpot_ms_p50=percentile(tpots, 0.5),
@@ -221,7 +220,7 @@ def served(requests: Sequence[Request], slo: Slo, ended_s: float) -> Served | No
     )
 
 
-def _tpot_ms(request: Request, ended_s: float) -> float:
+def _tpot_ms(request: Request) -> float:
     """Return the mean time per token after the first; 0 where there is one token; inf: it never ended."""
     if math.isnan(request.ended_s):
         return math.inf
