@@ -2,8 +2,9 @@
 
 - Agents have as many places as there are slots, lendable ones included where any are lent: so many trajectories are
   under way, the others wait. A turn is asked for as soon as its environment has answered.
-- Turns wait in one stream, by urgency, then first come, first served; whoever has been free for longest takes the next.
-  With `home`, a turn waits for the worker with its context as long as the fastest other one would take to read that.
+- Turns wait in one stream, by urgency, then first come, first served; whoever has been free for longest takes as many
+  as it has slots for. With `home`, a turn waits for the worker with its context; another one takes it when it could
+  have read that meanwhile and has nothing else to do, and a second later before all else.
 - A serving request goes to the instance with the fewest unanswered ones.
 - Who is lent decides a lender (lending.py), what a step is a trainer (training.py).
 """
@@ -14,9 +15,10 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ...fabric.contract.records import RunConfig, Span
-from ...fabric.rules.queue.placement import PATIENCE_MS_MAX, Homes
+from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, Homes
 from ...fabric.rules.queue.retries import is_stale
 from ...workers.serving.guarding.guard import Guard, GuardConfig, GuardOrders, Policy
 from ..replay.records import Arrival
@@ -30,6 +32,7 @@ from .machine.workload import StepPlan
 
 LENT_CHUNK, OWN_CHUNK = 512, 2048  # prompt tokens in one rollout step: beside serving, and alone
 NEARLY_COMPLETE = 4  # a quarter of a group's quorum missing: use/ring.lua of the broker says the same, and a test it
+GRACE_S, STRAY_COUNT = GRACE_MS / 1000, 16  # use/homed.lua looks at so many turns of other homes
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
 DRAIN_S = 600.0
 RUN, MODEL = "run", "model"
@@ -101,7 +104,8 @@ class Cluster:
         self._claimed = 0
         self._is_draining = False
         self._ready: list[Waiting] = []  # a heap: urgency, number, turn
-        self._parked: dict[str, list[Waiting]] = {}  # by engine: turns that wait for it
+        self._parked: dict[str, list[Waiting]] = {}  # by home: heaps of turns that wait for it
+        self._homed: dict[int, Turn] = {}  # all of them that still do, by number: the oldest first
         self._count = self._trajectories = 0
         self._leases: dict[str, int] = {}
         if setup.load and self.lendable:
@@ -227,8 +231,7 @@ class Cluster:
 
     def waiting_count(self) -> int:
         """Count the turns that wait or run."""
-        parked = sum(map(len, self._parked.values()))
-        return len(self._ready) + parked + sum(engine.turn_count for engine in self.engines)
+        return len(self._ready) + len(self._homed) + sum(engine.turn_count for engine in self.engines)
 
     def _ask(self, trajectory: Trajectory) -> None:
         if trajectory.is_over:
@@ -244,80 +247,105 @@ class Cluster:
             self._park(turn, self.by_name[turn.home])
         else:
             self._push(turn)
-            self.place()
+        self.place()
 
     # ---- turns
+
+    def _push(self, turn: Turn) -> None:
+        """Let a turn wait for anybody."""
+        heapq.heappush(self._ready, self._row(turn))
 
     def _row(self, turn: Turn) -> Waiting:
         self._count += 1
         group = turn.trajectory.group
         return urgency(group.missing, group.quorum, was_held=turn.was_held), self._count, turn
 
-    def _push(self, turn: Turn) -> None:
-        turn.parked = 0
-        heapq.heappush(self._ready, self._row(turn))
-
-    def place(self, of: Engine | None = None) -> None:
-        """Give turns that wait to workers, as long as there are both. of: an engine that has slots again."""
-        if of is not None and self._parked.get(of.name):
-            self._unpark(of)
-        while self._ready:
-            turn = self._ready[0][2]
-            if turn.trajectory.is_over:
-                self.books.drops(turn, turn.made)
-                heapq.heappop(self._ready)
-                continue
-            free = [engine for engine in self.engines if engine.can_take(turn)]
-            if not free:
-                break
-            heapq.heappop(self._ready)
-            self._begin(turn, self._choose(turn, free))
-
-    def _choose(self, turn: Turn, free: Sequence[Engine]) -> Engine:
-        """Choose who has been free for longest, as workers ring; ROSE's router: who has the context, or most room."""
-        if self.setup.places != "affine":
-            return min(free, key=_free_since)
-        for engine in free:
-            if engine.name == turn.home and engine.cached(turn.key[0]) > REFILL_TOKENS:
-                return engine
-        return min(free, key=lambda each: (each.turn_count / each.slot_count, each.free_since))
-
     def _park(self, turn: Turn, home: Engine) -> None:
-        """Let a turn wait for its home, until any other could have read its context."""
+        """Let a turn wait for its home; others look at it once they could have read its context, and again later."""
         row = self._row(turn)
-        turn.parked = row[1]
+        turn.parked_s = self.events.now_s
+        self._homed[row[1]] = turn
         heapq.heappush(self._parked.setdefault(home.name, []), row)
-        others = [each.prefill.us_per_token for each in self.engines if each.is_leased and each is not home]
-        patience_ms = min(PATIENCE_MS_MAX, 1e-3 * turn.context_tokens * min(others, default=PATIENCE_MS_MAX * 1000))
-        self.events.after(1e-3 * patience_ms, self._lose_patience, home.name, turn, row[1])
-        self._unpark(home)
+        for grace_s in (0.0, GRACE_S):
+            least_s = min((self._patience_s(each, turn) for each in self.engines if each.is_leased), default=0.0)
+            self.events.after(least_s + grace_s, self._look_again, row[1])
 
-    def _lose_patience(self, name: str, turn: Turn, number: int) -> None:
-        if turn.parked == number:
-            rows = self._parked[name]
-            rows.remove(next(row for row in rows if row[1] == number))
-            heapq.heapify(rows)
-            self._push(turn)
+    def _look_again(self, number: int) -> None:
+        if number in self._homed:
             self.place()
 
-    def _unpark(self, engine: Engine) -> None:
-        """Begin the turns that wait for this engine."""
-        parked = self._parked[engine.name]
-        while parked:
-            turn = parked[0][2]
-            if turn.trajectory.is_over:
-                self.books.drops(turn, turn.made)
-            elif engine.can_take(turn):
-                self._begin(turn, engine)
-            else:
-                break
-            turn.parked = 0
-            heapq.heappop(parked)
+    def _patience_s(self, engine: Engine, turn: Turn) -> float:
+        """Compute how long a turn waits for its home before this engine may take it."""
+        return min(PATIENCE_MS_MAX / 1000, 1e-6 * turn.context_tokens * engine.prefill.us_per_token)
 
     def _leave_parked(self, engine: Engine) -> None:
         """Let turns that waited for an engine which is gone wait for any."""
-        for row in self._parked.pop(engine.name, []):
-            self._push(row[2])
+        for _, number, turn in self._parked.pop(engine.name, []):
+            if self._homed.pop(number, None) is not None:
+                self._push(turn)
+
+    def place(self) -> None:
+        """Let workers take turns that wait: who has been free for longest first, as many as it has slots for."""
+        if self.setup.places == "affine":
+            self._route()
+            return
+        free = sorted(
+            (each for each in self.engines if each.turn_count < each.slot_count and each.is_ready), key=_free_since
+        )
+        for engine in free:
+            while self._ready or self._homed:
+                turn = self._next(engine)
+                if turn is None:
+                    break
+                self._begin(turn, engine)
+
+    def _next(self, engine: Engine) -> Turn | None:
+        """Take the turn that the broker's script would give to a worker: claim.lua, in its order."""
+        found = self._stray(engine, GRACE_S)
+        own, ready = self._first(self._parked.get(engine.name, [])), self._first(self._ready)
+        if found is None and own is not None and (ready is None or own[0] <= ready[0]):
+            found = own
+        if found is None:
+            found = ready or self._stray(engine, 0.0)
+        if found is None or not engine.can_take(found[2]):
+            return None
+        if found is ready:
+            heapq.heappop(self._ready)
+        else:
+            self._homed.pop(found[1])
+        return found[2]
+
+    def _first(self, rows: list[Waiting]) -> Waiting | None:
+        """Look at the first of a heap; drop those that are gone, or of trajectories that are over."""
+        while rows:
+            turn = rows[0][2]
+            is_gone = rows is not self._ready and rows[0][1] not in self._homed
+            if not is_gone and not turn.trajectory.is_over:
+                return rows[0]
+            if not is_gone:
+                self._homed.pop(rows[0][1], None)
+                self.books.drops(turn, turn.made)
+            heapq.heappop(rows)
+        return None
+
+    def _stray(self, engine: Engine, grace_s: float) -> Waiting | None:
+        """Find a turn of another home that may be taken here, of the oldest few."""
+        for number, turn in islice(self._homed.items(), STRAY_COUNT):
+            waited_s = self.events.now_s - turn.parked_s
+            if waited_s >= self._patience_s(engine, turn) + grace_s - 1e-9 and not turn.trajectory.is_over:
+                return 0, number, turn
+        return None
+
+    def _route(self) -> None:
+        """Place as ROSE's router does: where the context is, else where most room is."""
+        while (row := self._first(self._ready)) is not None:
+            turn = row[2]
+            free = [engine for engine in self.engines if engine.can_take(turn)]
+            if not free:
+                return
+            heapq.heappop(self._ready)
+            home = [e for e in free if e.name == turn.home and e.cached(turn.key[0]) > REFILL_TOKENS]
+            self._begin(turn, min(home or free, key=lambda each: (each.turn_count / each.slot_count, each.free_since)))
 
     def _begin(self, turn: Turn, engine: Engine) -> None:
         self._count += 1
@@ -332,7 +360,7 @@ class Cluster:
             turn.was_held, turn.home, turn.fresh_tokens = True, "", 0
             self.books.moved_count += 1
             self._push(turn)
-        self.place(engine)
+        self.place()
 
     def _ended(self, engine: Engine, turns: list[Turn]) -> None:
         for turn in turns:
@@ -347,13 +375,13 @@ class Cluster:
             trajectory.context_tokens += turn.made + plan.observation_tokens
             trajectory.fresh_tokens = plan.observation_tokens
             trajectory.index += 1
-            if trajectory.index < len(trajectory.plan.turns):
-                self.events.after(plan.tool_s, self._ask, trajectory)
-            else:
-                self._complete(trajectory)
-        self.place(engine)
+            is_last = trajectory.index == len(trajectory.plan.turns)
+            self.events.after(plan.tool_s, self._complete if is_last else self._ask, trajectory)
+        self.place()
 
     def _complete(self, trajectory: Trajectory) -> None:
+        if trajectory.is_over:
+            return
         if is_stale(trajectory.oldest_version, self.head_version, self.setup.staleness):
             raise Broken(f"trajectory {trajectory.number} is {trajectory.oldest_version} of {self.head_version}: stale")
         self.books.completes(trajectory.number)
@@ -390,8 +418,8 @@ class Cluster:
             Broken: they differ.
         """
         running = sum(engine.made(turn) for engine in self.engines for turn in engine.turns())
-        waits = [row for rows in (self._ready, *self._parked.values()) for row in rows]
-        self.books.check(running + sum(row[2].made for row in waits))
+        waits = [*self._homed.values(), *(row[2] for row in self._ready)]
+        self.books.check(running + sum(turn.made for turn in waits))
         for engine in self.engines:
             engine.check_time()
 

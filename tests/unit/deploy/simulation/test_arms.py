@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -59,10 +60,15 @@ PLANTS = {  # a rule of production → another in its place, and an arm in which
 }
 
 
+@cache
+def unplanted(arm: str) -> dict[str, Any]:
+    return outcome(run(arm, CROWDED, load=BUSY))
+
+
 @pytest.mark.parametrize("name", PLANTS)
 def test_ours_changes_with_a_rule_of_production(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, rule, planted, arm = PLANTS[name]
-    before = outcome(run(arm, CROWDED, load=BUSY))
+    before = unplanted(arm)
     assert before["harvested"] > 0
 
     monkeypatch.setattr(module, rule, planted)
