@@ -43,7 +43,8 @@ Waiting = tuple[int, int, Turn]
 class Setup:
     """What is simulated. dedicated, lendable: instances. kv_*: tokens. load: serving requests in [0, load_s), repeated.
 
-    places: shared, home, or affine (ROSE's router). staleness: versions behind the head that may still generate.
+    offered: of the lendable, those that may be lent; None: all. places: shared, home, or affine (ROSE's router).
+    staleness: versions behind the head that may still generate.
     """
 
     rollout: Model
@@ -64,7 +65,7 @@ class Setup:
     noise: float = 0.03
     seed: int = 0
     places: str = "shared"
-    lends: bool = True
+    offered: int | None = None
     keeps_tokens: bool = True
     policy: Policy | None = None
     serving_chunk: int = CHUNK_TOKENS
@@ -98,7 +99,8 @@ class Cluster:
         self.engines = [*self.dedicated, *self.lendable]
         self.by_name = {engine.name: engine for engine in self.engines}
         self.batches: list[Batch] = []
-        self.place_count = setup.slot_count * len(self.engines if setup.lends else self.dedicated)
+        self.offered = self.lendable[: setup.offered]
+        self.place_count = setup.slot_count * (len(self.dedicated) + len(self.offered))
         self._homes = Homes()
         self._queued: deque[Trajectory] = deque()
         self._claimed = 0
@@ -276,7 +278,7 @@ class Cluster:
 
     def _patience_s(self, engine: Engine, turn: Turn) -> float:
         """Compute how long a turn waits for its home before this engine may take it."""
-        return min(PATIENCE_MS_MAX / 1000, 1e-6 * turn.context_tokens * engine.prefill.us_per_token)
+        return min(PATIENCE_MS_MAX / 1000, 1e-6 * turn.context_tokens * engine.us_per_token)
 
     def _leave_parked(self, engine: Engine) -> None:
         """Let turns that waited for an engine which is gone wait for any."""

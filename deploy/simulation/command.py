@@ -31,6 +31,19 @@ def register(app: typer.Typer) -> None:
         found = results(wanted, run_all(wanted))
         show_json(found) if json else show_results(found)
 
+    @app.command()
+    def plan(
+        scenario: Annotated[str, typer.Argument(help=f"A TOML file, or one of {', '.join(SAMPLES)}.")],
+        seeds: Annotated[int | None, typer.Option(help="So many, from 0; default: the scenario's.", min=1)] = None,
+        json: AsJson = False,
+    ) -> None:
+        """Simulate how many serving GPUs are worth borrowing, and which step time to expect."""
+        from .plan import plan as made
+        from .plan import show_plan
+
+        found = made(chosen(read_scenario(scenario), "", seeds))
+        show_json(found) if json else show_plan(found)
+
 
 def chosen(scenario: Scenario, arms: str, seed_count: int | None) -> Scenario:
     """Return a scenario with other arms and seeds.

@@ -29,7 +29,7 @@ from .cluster import MODEL, RUN, Cluster
 from .machine.engine import Engine
 from .machine.turns import Turn
 
-POOL = "serving"
+POOL, KEPT = "serving", "kept"  # serving workers whose team lends them, and others
 ONE = StepWork(decode_count=1)
 FOLLOW_S = 0.25  # between two looks of a lent worker at its guard and memory; production looks every 0.1 s
 ROSE_MARK, ROSE_CUT = 0.8, 0.5  # of serving's KV cache, above which what rollouts hold is cut to this, once a step
@@ -138,7 +138,7 @@ class Always(Nobody):
 
     def start(self, cluster: Cluster) -> None:
         """Lend."""
-        for engine in cluster.lendable:
+        for engine in cluster.offered:
             cluster.lease(engine)
 
 
@@ -159,7 +159,7 @@ class WholeSteps(Nobody):
 
     def rollouts(self, begins: bool) -> None:
         """Lend, or take back, all."""
-        for engine in self._cluster.lendable:
+        for engine in self._cluster.offered:
             if begins and not engine.is_leased:
                 self._budgets.pop(engine.name, None)
                 if not self._yields:
@@ -297,7 +297,7 @@ class Planned(Nobody):
             head_version=cluster.head_version,
             wake_ms=int(1000 * setup.activation_s),
             stage_ms=int(1000 * setup.fetch_s),
-            pool="" if view is None else POOL,
+            pool="" if view is None else POOL if engine in cluster.offered else KEPT,
             headroom_fraction=view.headroom_fraction if view else None,
             guard_state=view.state if view else None,
             open_fraction=view.open_fraction if view else None,

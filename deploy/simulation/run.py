@@ -17,7 +17,7 @@ from .arms import ARMS, Arm
 from .bound import rollout_bound_s, spare
 from .cluster import Cluster, Setup
 from .machine.books import Broken
-from .machine.cost import kv_room_tokens, model_of
+from .machine.cost import Model, kv_room_tokens, model_of
 from .machine.serving import Served, served
 from .machine.workload import KINDS, StepPlan, draw_step
 from .scenario import Scenario
@@ -86,6 +86,12 @@ def _trace(name: str) -> list[Arrival]:
     return read_trace(name, Part()).arrivals
 
 
+def _model(scenario: Scenario, name: str) -> Model:
+    cluster = scenario.cluster
+    error = scenario.simulation.cost_error
+    return model_of(name, cluster.gpu, cluster.gpus_per_instance, error, cluster.step_times)
+
+
 def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
     """Make the setup of an arm.
 
@@ -93,12 +99,13 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
         ConfigError, InputError: the models are not known, or do not fit, or the trace cannot be had.
     """
     cluster, serving = scenario.cluster, scenario.serving
-    error, gpus = scenario.simulation.cost_error, cluster.gpus_per_instance
-    rollout, other = (model_of(name, cluster.gpu, gpus, error) for name in (cluster.model, serving.model))
+    gpus = cluster.gpus_per_instance
+    rollout, other = (_model(scenario, name) for name in (cluster.model, serving.model))
     own, lendable = scenario.instances
     handed = scenario.static_count(load) if arm.is_static else 0
     both_gb = kv_room_tokens(rollout, cluster.memory_gb, gpus, other.weight_gb) * rollout.kv_bytes / 1e9
     arrivals, load_s = load_of(scenario, load, seed)
+    offered = (serving.offered if serving.offered >= 0 else None) if arm.lends else 0
     return Setup(
         rollout=rollout,
         serving=other,
@@ -118,7 +125,7 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
         noise=scenario.simulation.noise,
         seed=seed,
         places=arm.places,
-        lends=arm.lends,
+        offered=offered,
         keeps_tokens=arm.keeps_tokens,
         policy=arm.policy,
         serving_chunk=arm.serving_chunk,
@@ -243,8 +250,8 @@ def _spare_gpus(scenario: Scenario, load: float, seed: int, lendable: int) -> li
     arrivals, load_s = load_of(scenario, load, seed)
     if not (arrivals and lendable):
         return [float(lendable)]
-    serving, cluster = scenario.serving, scenario.cluster
-    cost = model_of(serving.model, cluster.gpu, cluster.gpus_per_instance, scenario.simulation.cost_error).cost
+    serving = scenario.serving
+    cost = _model(scenario, serving.model).cost
     rows = [spare(arrivals[index::lendable], load_s, cost, serving.tpot_ms / 1000) for index in range(lendable)]
     return [sum(column) for column in zip(*rows, strict=True)]
 

@@ -25,7 +25,10 @@ LOAD_MAX = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPart:
-    """[cluster]: GPUs and the model that is trained. dedicated, serving: GPUs; slots: turns of one instance."""
+    """[cluster]: GPUs and the model that is trained. dedicated, serving: GPUs; slots: turns of one instance.
+
+    step_times: a file of them (data/README.md); "": what is shipped.
+    """
 
     model: str = "Qwen3-8B"
     gpu: str = "h100"
@@ -34,6 +37,7 @@ class ClusterPart:
     serving: int = 16
     slots: int = 16
     memory_gb: float = 80.0
+    step_times: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,8 @@ class ServingPart:
     """[serving]: what the lendable GPUs serve. loads: of capacity_per_s, which one instance can serve within the SLO.
 
     kv_share: of the KV cache that two engines have room for together, serving's part. static: instances that the arm of
-    this name hands over; -1: as many as leaves the others at 0.7 of their capacity, at most.
+    this name hands over; -1: as many as leaves the others at 0.7 of their capacity, at most. offered: instances that
+    may be lent; -1: all.
     """
 
     model: str = "Qwen2.5-7B"
@@ -52,6 +57,7 @@ class ServingPart:
     tpot_ms: float = 150.0
     kv_share: float = 0.6
     static: int = -1
+    offered: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +203,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "serving.tpot_ms": (1, 60_000),
     "serving.kv_share": (0.05, 0.95),
     "serving.static": (-1, 4096),
+    "serving.offered": (-1, 4096),
     "work.groups": (1, 10_000),
     "work.group_size": (1, 1024),
     "work.steps": (1, 1000),

@@ -7,13 +7,18 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
 
 from ....fabric.contract.errors import ConfigError
 from ....fabric.contract.text import did_you_mean
 from ....fabric.rules.serving.facts import StepWork
 
+MEASURED = ("fixed_ms", "weights_ms", "token_us", "context_us_per_1000", "attention_ns")
 COST_MODEL_ERROR = "TPOT within 3 % of measured vLLM (Qwen3-32B on H100), prefill optimistic"
 
 
@@ -52,73 +57,39 @@ class Model:
     weight_gb: float
 
 
-def _cost(*row: float) -> StepCost:
-    return StepCost(
-        fixed_ms=row[0], weights_ms=row[1], token_us=row[2], context_us_per_1000=row[3], attention_ns=row[4]
-    )
+@lru_cache(maxsize=4)
+def models(path: str = "") -> dict[tuple[str, str, int], Model]:
+    """Read models by (name, GPU, GPUs of one instance). path: a table of one's own; "": what is shipped.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        shipped = files(__package__.rpartition(".")[0]).joinpath("data", "step_times.csv")
+        text = Path(path).read_text("utf-8") if path else shipped.read_text("utf-8")
+        return dict(_model(row) for row in csv.DictReader(text.splitlines()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"step times {path}: {error!r}: see deploy/simulation/data/README.md") from error
 
 
-MODELS: dict[tuple[str, str, int], Model] = {  # (model, GPU, GPUs of one instance)
-    (name, gpu, gpus): Model(cost=_cost(*row), kv_bytes=kv_bytes, weight_gb=weight_gb)
-    for name, kv_bytes, weight_gb, rows in (
-        (
-            "Qwen2.5-7B",
-            57_344,
-            15.2,
-            {
-                ("a100", 1): (4.921, 5.759, 51.424, 39.5229, 2.22355),
-                ("h100", 1): (2.869, 3.251, 18.112, 18.5347, 0.63238),
-                ("h200", 1): (1.819, 3.0, 18.475, 13.1792, 0.62921),
-            },
-        ),
-        (
-            "Qwen3-8B",
-            147_456,
-            16.4,
-            {
-                ("a100", 1): (8.53, 3.456, 54.012, 95.1767, 3.35833),
-                ("h100", 1): (3.706, 3.237, 18.766, 46.9787, 0.93158),
-                ("h200", 1): (3.321, 1.99, 18.256, 33.2314, 0.95828),
-            },
-        ),
-        (
-            "Qwen2.5-32B",
-            262_144,
-            65.5,
-            {
-                ("a100", 4): (10.25, 4.671, 75.929, 45.5243, 1.69092),
-                ("h100", 4): (6.41, 2.141, 28.447, 21.2131, 0.48152),
-                ("h200", 4): (4.796, 2.469, 28.371, 14.9167, 0.48635),
-            },
-        ),
-        (
-            "Qwen3-32B",
-            262_144,
-            65.5,
-            {
-                ("a100", 4): (10.676, 4.367, 76.171, 45.021, 2.84008),
-                ("h100", 4): (7.429, 1.043, 27.82, 20.6768, 0.8356),
-                ("h200", 4): (5.63, 1.531, 28.085, 14.6675, 0.8364),
-            },
-        ),
-    )
-    for (gpu, gpus), row in rows.items()
-}
+def _model(row: dict[str, str]) -> tuple[tuple[str, str, int], Model]:
+    cost = StepCost(**{name: float(row[name]) for name in MEASURED})
+    model = Model(cost=cost, kv_bytes=int(row["kv_bytes"]), weight_gb=float(row["weight_gb"]))
+    return (row["model"], row["gpu"], int(row["gpus"])), model
 
 
-def model_of(name: str, gpu: str, gpu_count: int, error: float = 1.0) -> Model:
+def model_of(name: str, gpu: str, gpu_count: int, error: float = 1.0, path: str = "") -> Model:
     """Look a model up. error: factor on its step times, to see what an error of the cost model would change.
 
     Raises:
         ConfigError: no step times are known for it.
     """
-    found = MODELS.get((name, gpu, gpu_count))
+    table = models(path)
+    found = table.get((name, gpu, gpu_count))
     if found is None:
-        known = [" ".join(map(str, key)) for key in MODELS]
+        known = [" ".join(map(str, key)) for key in table]
         wanted = f"{name} {gpu} {gpu_count}"
         raise ConfigError(f"no step times for {wanted!r} (model, gpu, gpus): {did_you_mean(wanted, known)}")
-    if error == 1.0:
-        return found
     scaled = {each: getattr(found.cost, each) * error for each in StepCost.__slots__}
     return replace(found, cost=StepCost(**scaled))
 

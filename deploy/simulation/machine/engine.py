@@ -73,7 +73,8 @@ class Engine:
         self.may_take: Callable[[], int | None] | None = None  # the worker's own word; None: it sets no bound
         self.kv_reserved = 0
         self.token_count = 0
-        self.prefill = PrefillSpeed()
+        self._prefill = PrefillSpeed()
+        self.us_per_token = self._prefill.us_per_token
         self.rollout_s = self.serving_s = self.switch_s = self.idle_s = 0.0
         self.free_since = 0
         self.decoding: dict[Turn, None] = {}
@@ -349,7 +350,8 @@ class Engine:
             if turn.left_prefill <= 0:
                 self.prefilling.remove(turn)
                 self.decoding[turn] = None
-                self.prefill.note(turn.read_tokens, self._events.now_s - turn.begun_s)
+                self._prefill.note(turn.read_tokens, self._events.now_s - turn.begun_s)
+                self.us_per_token = self._prefill.us_per_token
                 turn.made += 1
                 made += 1
                 self._context += 1

@@ -103,7 +103,6 @@ def predicted_s(outcome: Outcome, options: Options) -> float:
             tpot_ms=150.0,
             noise=0.0,
             places="home",
-            lends=False,
         )
     )
     cluster.place_count = options.agent_count * options.environment_count

@@ -15,9 +15,11 @@ from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.simulation.bound import spare
 from rollfab.deploy.simulation.machine.cost import model_of
 from rollfab.deploy.simulation.machine.workload import draw_step
+from rollfab.deploy.simulation.plan import choose
 from rollfab.deploy.simulation.report import figure
 from rollfab.deploy.simulation.scenario import SAMPLES, read_scenario
 from rollfab.fabric.contract.errors import ConfigError
+from rollfab.fabric.rules.serving.facts import StepWork
 
 
 def written(path: Path, text: str) -> Path:
@@ -66,6 +68,20 @@ seeds = [0, 1]
 """
 
 
+def test_a_table_of_step_times_of_ones_own(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.csv"
+    mine.write_text(
+        "model,gpu,gpus,kv_bytes,weight_gb,fixed_ms,weights_ms,token_us,context_us_per_1000,attention_ns\n"
+        "mine,cpu,1,1000,1,20,0,0,0,0\n"
+    )
+    found = model_of("mine", "cpu", 1, path=str(mine))
+    assert found.cost.seconds(StepWork(decode_count=1), 0.0) == pytest.approx(0.02155)  # and what a CPU adds
+    with pytest.raises(ConfigError, match="no step times for 'mine h100 1'"):
+        model_of("mine", "h100", 1, path=str(mine))
+    with pytest.raises(ConfigError, match="README"):
+        model_of("mine", "cpu", 1, path=str(tmp_path / "none.csv"))
+
+
 @pytest.mark.parametrize("words", [[], ["--json"]])
 def test_whatever_is_shown_says_that_it_is_simulated(tmp_path: Path, words: list[str]) -> None:
     shown = CliRunner().invoke(app, ["sim", str(written(tmp_path, TINY)), *words], env={"COLUMNS": "80"})
@@ -79,6 +95,25 @@ def test_whatever_is_shown_says_that_it_is_simulated(tmp_path: Path, words: list
         table = shown.output.partition("All figures")[0]
         assert max(map(len, table.splitlines())) <= 80
         assert "…" not in table
+
+
+def test_a_plan_borrows_only_what_makes_steps_faster_and_keeps_the_promise() -> None:
+    def row(gpus: int, step_s: float, lost: float = 0.0) -> dict[str, Any]:
+        return {"gpus_lent": gpus, "step_s": {"mean": step_s}, "lost": lost}
+
+    assert choose([row(0, 100.0), row(4, 90.0), row(8, 89.5)])["gpus_lent"] == 4  # the last four gain too little
+    assert choose([row(0, 100.0), row(4, 90.0), row(8, 60.0, lost=0.01)])["gpus_lent"] == 4
+    assert choose([row(0, 100.0), row(4, 99.0)])["gpus_lent"] == 0
+
+
+def test_a_plan_lends_no_more_than_it_says(tmp_path: Path) -> None:
+    many = TINY.replace("groups = 2", "groups = 12")  # enough that the benefit gate lends
+    shown = CliRunner().invoke(app, ["plan", str(written(tmp_path, many)), "--seeds", "1", "--json"])
+    assert shown.exit_code == 0, shown.output
+    found = orjson.loads(shown.output)
+    assert [row["gpus_lent"] for row in found["rows"]] == [0, 1]
+    assert found["rows"][0]["harvested_tokens"]["mean"] == 0 < found["rows"][1]["harvested_tokens"]["mean"]
+    assert found["tag"].startswith("simulated")
 
 
 def test_an_unknown_arm_is_refused() -> None:
