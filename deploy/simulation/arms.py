@@ -83,6 +83,7 @@ class Arm:
     is_ahead: bool = False
     is_static: bool = False
     serving_chunk: int = 2048
+    lent_places: float = 1.0
 
     @property
     def lends(self) -> bool:
@@ -110,6 +111,11 @@ ARMS: dict[str, Arm] = {
     ),
     "ours": Arm(text="production's rules as they are by default: no prefix affinity", lender=Planned, places="shared"),
     "ours-home": Arm(text="ours, and the run asks for prefix affinity", lender=Planned),
+    "ours-few": Arm(
+        text="ours-home, with a quarter as many trajectories under way for slots that may be lent",
+        lender=Planned,
+        lent_places=0.25,
+    ),
     "no-move": Arm(text="ours-home; turns never leave in the middle", lender=lambda: Planned(drains=True)),
     "no-reserve": Arm(text="ours-home; no reserve for arrivals", lender=Planned, policy=no_reserve),
     "no-pace": Arm(text="ours-home; the whole pace is used up", lender=Planned, policy=no_pace),

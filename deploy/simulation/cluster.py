@@ -1,7 +1,7 @@
 """The simulated cluster: instances, turns that wait, tools, and serving load.
 
-- Agents have as many places as there are slots, lendable ones included where any are lent: so many trajectories are
-  under way, the others wait. A turn is asked for as soon as its environment has answered.
+- Agents have as many places as there are slots, those that may be lent included: so many trajectories are under way,
+  the others wait. A turn is asked for as soon as its environment has answered.
 - Turns wait in one stream, by urgency, then first come, first served; whoever has been free for longest takes as many
   as it has slots for. With `home`, a turn waits for the worker with its context; another one takes it when it could
   have read that meanwhile and has nothing else to do, and a second later before all else.
@@ -44,7 +44,7 @@ class Setup:
     """What is simulated. dedicated, lendable: instances. kv_*: tokens. load: serving requests in [0, load_s), repeated.
 
     offered: of the lendable, those that may be lent; None: all. places: shared, home, or affine (ROSE's router).
-    staleness: versions behind the head that may still generate.
+    staleness: versions behind the head that may still generate. lent_places: of agents, for each slot that may be lent.
     """
 
     rollout: Model
@@ -66,6 +66,7 @@ class Setup:
     seed: int = 0
     places: str = "shared"
     offered: int | None = None
+    lent_places: float = 1.0
     keeps_tokens: bool = True
     policy: Policy | None = None
     serving_chunk: int = CHUNK_TOKENS
@@ -100,7 +101,7 @@ class Cluster:
         self.by_name = {engine.name: engine for engine in self.engines}
         self.batches: list[Batch] = []
         self.offered = self.lendable[: setup.offered]
-        self.place_count = setup.slot_count * (len(self.dedicated) + len(self.offered))
+        self.place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
         self._homes = Homes()
         self._queued: deque[Trajectory] = deque()
         self._claimed = 0

@@ -126,6 +126,7 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
         seed=seed,
         places=arm.places,
         offered=offered,
+        lent_places=arm.lent_places,
         keeps_tokens=arm.keeps_tokens,
         policy=arm.policy,
         serving_chunk=arm.serving_chunk,

@@ -12,7 +12,7 @@ from lupa.lua51 import LuaRuntime
 
 from rollfab.deploy.simulation import run as runs
 from rollfab.deploy.simulation.arms import ARMS, idle_only, rose
-from rollfab.deploy.simulation.cluster import urgency
+from rollfab.deploy.simulation.cluster import Cluster, urgency
 from rollfab.deploy.simulation.machine import engine
 from rollfab.deploy.simulation.machine.books import Books, Broken
 from rollfab.deploy.simulation.scenario import ServingPart, WorkPart
@@ -174,6 +174,12 @@ def test_without_migration_no_turn_leaves_in_the_middle() -> None:
 
 def test_affinity_reads_less_again() -> None:
     assert run("ours-home", CROWDED).refilled < run("ours", CROWDED).refilled
+
+
+def test_trajectories_under_way_are_as_many_as_slots_and_fewer_where_an_arm_says_so() -> None:
+    wide = replace(SMALL, cluster=replace(SMALL.cluster, dedicated=2, serving=4))  # instances of four slots
+    for arm, places in (("fixed", 8), ("ours-home", 24), ("ours-few", 12)):
+        assert Cluster(runs.setup_of(wide, ARMS[arm], 0.25, 0)).place_count == places
 
 
 def test_every_arm_runs_and_all_finish_the_same_work() -> None:
