@@ -107,7 +107,7 @@ class RunConfig(Record):
     shard_count: int = 1
     weight: float = 1.0  # share of the pool among runs
     model_digest: str = ""  # of the model's files, where its creator read them: another path may hold the same model
-    prefix_affinity: bool = False  # whether a trajectory's turns wait a while for the worker that made the last one
+    prefix_affinity: bool = True  # whether a trajectory's turns wait a while for the worker that made the last one
     kept_bytes_max: int = 16 << 20  # of groups that were consumed, for people to look at; 0: none is kept
 
     @property

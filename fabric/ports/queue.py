@@ -385,7 +385,8 @@ class TurnQueue(Protocol):
         """Hand in what finished, keep what runs, take what is ready: one round trip.
 
         takes_suspect: whether one of those taken may be a suspect (rules/queue/retries.py); a worker holds one at a
-        time. us_per_token: what this worker pays for a token of a prompt (rules/queue/placement.py).
+        time. us_per_token: what this worker pays for a token of a prompt, where the run
+        wants prefix affinity, or 0 (rules/queue/placement.py).
         """
         ...
 

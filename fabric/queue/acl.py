@@ -85,7 +85,7 @@ AGENT = Rights(
     scripts=f"{MEASURE} claim renew settle_trajectory fail_trajectory release reap push_turns put_images settle_turns "
     "cancel_turns late_groups close_group",
     commands=f"{LEAVE} blpop hget hmget xread xdel {RQ_ASK}",
-    reads="{rf}:runs {run}:leases",
+    reads="{rf}:runs {run}:leases {run}:lease_slots",
     writes=f"{MEASURE_KEYS} {ENDING_KEYS} {{run}}:inbox:* {RQ_ASK_KEYS}",
 )
 
@@ -111,14 +111,14 @@ RIGHTS: dict[str, Rights] = {
         "close_group push_group cancel_group open_publisher put_manifest advance_head set_head drop_version mend "
         "clock holders offer answer",
         commands=" ".join(dict.fromkeys(f"{LEAVE} blpop {TRAINER.commands}".split())),
-        reads=f"{TRAINER.reads} {{run}}:leases",
+        reads=f"{TRAINER.reads} {{run}}:leases {{run}}:lease_slots",
         writes=f"{MEASURE_KEYS} {ENDING_KEYS} {{run}}:consumed {{run}}:inbox:* {{rf}}:runs {{weights}}:*",
     ),
     "worker": Rights(
         purpose="dedicated or serving: generates turns under a lease, receives weights",
         scripts=f"{MEASURE} read_lends set_sharing claim renew release settle_turns hold holders answer",
         commands=f"{LEAVE} blpop hget hmget hkeys mget get getrange xread xrevrange",
-        reads="{rf}:runs {rf}:lends {run}:leases {run}:run {run}:open {weights}:*",
+        reads="{rf}:runs {rf}:lends {run}:leases {run}:lease_slots {run}:begun {run}:run {run}:open {weights}:*",
         writes=f"{MEASURE_KEYS} {{rf}}:lease_bell:* {{run}}:turn:* {{run}}:inbox:* {{run}}:counters {HOLD_KEYS}",
     ),
     "reward": Rights(
@@ -135,7 +135,7 @@ RIGHTS: dict[str, Rights] = {
         commands=f"{STATUS} {LEAVE}",
         reads=STATUS_KEYS,
         writes=f"{BEAT_KEYS} {{rf}}:leader {{rf}}:lease_epoch {{rf}}:plan {{rf}}:lease_bell:* {{rf}}:events "
-        "{rf}:samples {run}:leases {run}:lease_term",
+        "{rf}:samples {run}:leases {run}:lease_slots {run}:lease_term",
     ),
     "api-read": Rights(
         purpose="an api that shows; sees numbers and dead letters, neither tasks nor tokens nor weights",

@@ -39,6 +39,7 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    in shard 0, what the broker does where it happens.
   rf:{run.s}:told:<worker>  STRING the number of the last report of durations. Shard 0. TTL TOLD_TTL_MS.
   rf:{run.s}:leases         HASH   worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
+  rf:{run.s}:lease_slots    STRING the slots of all leases together, counted as leases are written. Controller.
   rf:{run.s}:lease_term     STRING the highest term that has written leases here. Controller.
   rf:{run.s}:group:<id>     HASH   size, quorum, priority, completed, failed, cancelled (trajectories that ended so),
                                    state (open | complete), ended_by and entry (of `completed`) once it was
@@ -210,6 +211,7 @@ class ShardKeys:
         self.open = f"{self.base}:open"
         self.late = f"{self.base}:late"
         self.leases = f"{self.base}:leases"
+        self.lease_slots = f"{self.base}:lease_slots"
         self.lease_term = f"{self.base}:lease_term"
         self.completed = f"{self.base}:completed"
         self.consumers = f"{self.base}:consumers"

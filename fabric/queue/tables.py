@@ -222,6 +222,7 @@ SHARD: Tables = {
     "timings": ("hash", lambda run, name, raw: check_timing(name.decode(), raw.decode())),
     "told:*": ("string", None),
     "leases": ("hash", lambda run, name, raw: lease_row(name.decode(), run, raw, 0)),
+    "lease_slots": ("string", _matches(WHOLE, "no number of slots")),
     "lease_term": ("string", _matches(WHOLE, "no term")),
     "group:*": ("hash", _group_fact),
     "open": ("hash", _matches(OPEN, "not priority, missing and quorum")),

@@ -11,7 +11,7 @@ import pytest
 from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import Lease
 from rollfab.fabric.ports.queue import Exchange, TurnPush, TurnSettle
-from rollfab.fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX
+from rollfab.fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, READY_MS
 from tests.contracts.conftest import World
 from tests.contracts.test_queue import group_of_size, held_one, lease, result_of, turn_of
 from tests.support.leases import end_lease
@@ -161,7 +161,7 @@ async def test_a_home_takes_no_more_than_it_has_places_for_and_the_rest_waits(wo
     assert await world.rollouts.push([group_of_size("g1", 3)]) == [True]
     claims = await world.trajectories.claim("a1", 3)
     await lease(world, "w1", slots=2)
-    await lease(world, "w2")
+    await lease(world, "w2", slots=1)
     await world.turns.push("a1", [homed(turn_of(claim)) for claim in claims])
     assert names(await take(world, "w1")) == ["g1.0.0", "g1.1.0"]
     assert names(await take(world, "w2")) == []
@@ -186,3 +186,105 @@ async def test_its_home_is_woken_and_nobody_else_while_it_has_a_place(world: Wor
     assert {name: wait.done() for name, wait in waits.items()} == {"w1": True, "w2": False}
     waits["w2"].cancel()
     await asyncio.gather(*waits.values(), return_exceptions=True)
+
+
+async def many(world: World, count: int, **slots: int) -> None:
+    """So many turns that wait for w1, of trajectories of one group."""
+    assert await world.rollouts.push([group_of_size("g1", count)]) == [True]
+    claims = await world.trajectories.claim("a1", count)
+    for worker_id, slot_count in slots.items():
+        await lease(world, worker_id, slots=slot_count)
+    await world.turns.push("a1", [homed(turn_of(claim)) for claim in claims])
+
+
+@pytest.mark.parametrize(("slots", "count"), [({"w1": 8, "w2": 8}, 5), ({"w1": 24, "w2": 8}, 7), ({"w1": 8}, 8)])
+async def test_a_home_leaves_to_others_what_is_beyond_its_share_of_the_slots(
+    world: World, slots: dict[str, int], count: int
+) -> None:
+    await many(world, 8, **slots)  # a share and an eighth of it: 4.5, 6.75
+    assert len(names(await take(world, "w1"))) == count
+    assert names(await take(world, "w1")) == []
+    if "w2" in slots:
+        other = await take(world, "w2")
+        assert names(other) == [] and other.next_ms is not None
+        await let_pass(world, TOKENS * US_PER_TOKEN / 1000 + 50)
+        assert names(await take(world, "w1")) == []
+        assert len(names(await take(world, "w2"))) == 8 - count
+
+
+async def test_a_home_takes_what_others_left_beyond_their_patience(world: World) -> None:
+    await many(world, 8, w1=8, w2=8)
+    assert len(names(await take(world, "w1"))) == 5
+    await let_pass(world, TOKENS * US_PER_TOKEN / 1000 + GRACE_MS + 50)
+    assert len(names(await take(world, "w1"))) == 3
+
+
+async def test_a_home_takes_all_that_it_has_places_for_while_demand_is_more_than_supply(world: World) -> None:
+    await many(world, 16, w1=8, w2=4)
+    assert len(names(await take(world, "w1", 16))) == 8
+
+
+async def test_a_lease_that_ended_has_no_share(world: World) -> None:
+    await many(world, 8, w1=8, w2=8)
+    await end_lease(world.board, Lease(worker_id="w2", run_id="r1", lease_epoch=1, slot_count=8, lease_until_ms=None))
+    assert len(names(await take(world, "w1"))) == 8
+
+
+async def test_another_is_woken_where_a_home_has_more_than_its_share(world: World) -> None:
+    # Given that w1 makes six turns that were for anybody
+    assert await world.rollouts.push([group_of_size("g1", 7)]) == [True]
+    claims = await world.trajectories.claim("a1", 7)
+    for worker_id in ("w1", "w2"):
+        await lease(world, worker_id)
+    await world.turns.push("a1", [turn_of(claim) for claim in claims[:6]])
+    assert len(names(await take(world, "w1", us_per_token=0))) == 6
+    for _ in range(8):
+        await world.turns.wait("w2", 0.05)  # what those pushes have rung
+    wait = asyncio.create_task(world.turns.wait("w2", 60))
+    await asyncio.sleep(0.1)
+    assert not wait.done()
+    # When a seventh waits for it
+    await world.turns.push("a1", [homed(turn_of(claims[6]))])
+    await asyncio.wait_for(wait, 30)
+    exchange = await take(world, "w2")
+    assert names(exchange) == [] and exchange.next_ms is not None
+
+
+async def first_turns(world: World, count: int, **slots: int) -> None:
+    """So many turns that are for anybody."""
+    assert await world.rollouts.push([group_of_size("g1", count)]) == [True]
+    claims = await world.trajectories.claim("a1", count)
+    for worker_id, slot_count in slots.items():
+        await lease(world, worker_id, slots=slot_count)
+    await world.turns.push("a1", [turn_of(claim) for claim in claims])
+
+
+async def test_whoever_comes_first_leaves_turns_for_anybody_to_others_beyond_its_share(world: World) -> None:
+    await first_turns(world, 8, w1=8, w2=8)
+    first = await take(world, "w1")
+    assert len(names(first)) == 5 and first.next_ms is not None and 0 < first.next_ms <= READY_MS
+    other = await take(world, "w2")
+    assert len(names(other)) == 3 and other.next_ms is None
+    assert (await take(world, "w1")).next_ms is None
+
+
+async def test_turns_for_anybody_that_nobody_came_for_are_taken_beyond_a_share(world: World) -> None:
+    await first_turns(world, 8, w1=8, w2=8)
+    assert len(names(await take(world, "w1"))) == 5
+    await asyncio.sleep(2 * READY_MS / 1000)  # by the machine's clock, which orders the streams
+    assert len(names(await take(world, "w1"))) == 3
+
+
+@pytest.mark.parametrize(("slots", "us_per_token"), [({"w1": 8, "w2": 8}, 0), ({"w1": 8}, US_PER_TOKEN)])
+async def test_whoever_comes_takes_all_without_prefix_affinity_or_others(
+    world: World, slots: dict[str, int], us_per_token: int
+) -> None:
+    await first_turns(world, 8, **slots)
+    exchange = await take(world, "w1", us_per_token=us_per_token)
+    assert len(names(exchange)) == 8 and exchange.next_ms is None
+
+
+async def test_a_full_worker_is_not_told_to_come_again(world: World) -> None:
+    await first_turns(world, 8, w1=2, w2=8)
+    assert len(names(await take(world, "w1"))) == 2
+    assert (await take(world, "w1")).next_ms is None

@@ -126,6 +126,7 @@ def tables() -> list[Table]:
     found += [Table("controller", name, key_of(name), STRING) for name in ("leader", "lease_epoch", "plan")]
     found.append(Table("controller", "samples", key_of("samples"), STREAM))
     found.append(Table("controller", "leases", "{run}:leases", HASH))
+    found.append(Table("controller", "lease_slots", "{run}:lease_slots", STRING))
     found.append(Table("controller", "lease_term", "{run}:lease_term", STRING))
     found.append(Table("worker", "lease_bell", key_of("lease_bell:*"), LIST))
     found.append(Table("worker", "weights answers", "{weights}:answers:*", HASH))

@@ -183,6 +183,11 @@ def hgetall(space: Keyspace, words: Words) -> Any:
 
 
 @command
+def hvals(space: Keyspace, words: Words) -> Any:
+    return list((space.get(words[0], Hash) or {}).values())
+
+
+@command
 def hkeys(space: Keyspace, words: Words) -> Any:
     return list(space.get(words[0], Hash) or ())
 

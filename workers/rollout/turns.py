@@ -122,7 +122,7 @@ class RunningTurns:
             lease_epoch=lease_epoch,
             active_version=active_version,
             takes_suspect=not any(is_suspect(turn.claim.loss) for turn in self._turns.values()),
-            us_per_token=self._prefill.us_per_token,
+            us_per_token=self._prefill.us_per_token if run.prefix_affinity else 0,
         )
         self._come_back(outcome.next_ms)
         self._forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)

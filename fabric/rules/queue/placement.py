@@ -7,10 +7,13 @@
   twice what the better choice would have (the rule of renting skis: Karlin et al., "Competitive snoopy caching", 1988).
 - Each worker counts with its own speed, tokens of the context times its microseconds a token: a fast one takes turns of
   others sooner than a slow one does.
+- No worker takes more than its share while others have room: by its slots, of the trajectories that are under way, and
+  an eighth more. What waits for it beyond that waits as for any home; what is for anybody is left to others for
+  READY_MS. So one worker does not become the home of all because it asked first.
 - Nothing waits for long: PATIENCE_MS_MAX bounds the wait by choice. Beyond it and GRACE_MS, a turn goes before all
   others, at whatever worker has a place.
 
-queue/lua/jobs/use/homed.lua carries it out; the bounds are here and there.
+queue/lua/jobs/use/homed.lua and share.lua carry it out; the bounds are here and there.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from ...contract.records import RunConfig, Span
 
 PATIENCE_MS_MAX = 5000
 GRACE_MS = 1000
+READY_MS = 50
 US_PER_TOKEN = 100  # until it is known: an 8B model on a good GPU reads a prompt's token in some 50 µs
 US_PER_TOKEN_MAX = 100_000
 SEEN_COUNT_MIN = 8

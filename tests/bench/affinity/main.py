@@ -11,7 +11,9 @@ import itertools
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 from rollfab.deploy.replay.figures import Report, number, show
@@ -22,16 +24,15 @@ from tests.bench.measure import Figure, alternate, run_bench
 from ..overhead.arms import Round, WholeFabric, Workload
 
 WORKER_COUNT = 2
-ENGINE = ("--slots", "16", "--context", "2048")  # fewer slots than trajectories: demand is more than supply
 GOAL = 1.2
 ARMS = {"with": True, "without": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured. The first workload is the headline."""
+    """What is measured: workloads, each with the slots of a worker. The first is the headline."""
 
-    workloads: tuple[Workload, ...]
+    cases: tuple[tuple[Workload, int], ...]
     round_count: int
 
 
@@ -51,8 +52,9 @@ EVEN = Workload(
     completion_tokens=48,
     observation_tokens=48,
 )
-FULL = Settings(workloads=(LONG, EVEN), round_count=5)
-QUICK = Settings(workloads=(LONG,), round_count=2)
+PLENTY = replace(LONG, name="the same, slots for all in one worker", trajectory_count=32)
+FULL = Settings(cases=((LONG, 16), (EVEN, 16), (PLENTY, 64)), round_count=5)
+QUICK = Settings(cases=((LONG, 16), (PLENTY, 64)), round_count=2)
 
 
 def bench_affinity(*, quick: bool, json_output: bool) -> int:
@@ -66,11 +68,11 @@ def measure(settings: Settings) -> Report:
     Raises:
         FabricError: a process of a fabric ended, or an arm made other tokens than it should.
     """
-    rows = [_measure(workload, settings.round_count) for workload in settings.workloads]
+    rows = [_measure(workload, slots, settings.round_count) for workload, slots in settings.cases]
     headline = rows[0]
     return Report(
         name="affinity",
-        params={"worker_count": WORKER_COUNT, "engine": " ".join(ENGINE), "settings": asdict(settings), "goal": GOAL},
+        params={"worker_count": WORKER_COUNT, "settings": asdict(settings), "goal": GOAL},
         results={"tokens_per_s": headline["with"]["tokens_per_s"], "rows": rows},
         baselines={"without prefix_affinity": headline["without"]},
         ratio={
@@ -81,7 +83,7 @@ def measure(settings: Settings) -> Report:
     )
 
 
-def _measure(workload: Workload, round_count: int) -> dict[str, Any]:
+def _measure(workload: Workload, slots: int, round_count: int) -> dict[str, Any]:
     weights = lively_weights(workload.model)
     with ExitStack() as stack:
         fabrics = {
@@ -89,20 +91,19 @@ def _measure(workload: Workload, round_count: int) -> dict[str, Any]:
                 WholeFabric(
                     workload,
                     weights,
-                    ENGINE,
+                    ("--slots", str(slots), "--context", "2048"),
                     worker_count=WORKER_COUNT,
                     run_options={"prefix_affinity": has_affinity},
                 )
             )
             for name, has_affinity in ARMS.items()
         }
-        arms = {name: fabric.round for name, fabric in fabrics.items()}
+        arms = {name: partial(_round, fabric) for name, fabric in fabrics.items()}
         alternate(arms, 1)  # the first lease, the first weights, caches
-        rounds = alternate(arms, round_count)
-        hits = {name: fabric.hit_fraction() for name, fabric in fabrics.items()}
-    rates = {
-        name: Figure(tuple(each.token_count / each.duration_s for each in found)) for name, found in rounds.items()
-    }
+        found = alternate(arms, round_count)
+    rounds = {name: [each for each, _ in pairs] for name, pairs in found.items()}
+    hits = {name: fmean(hit for _, hit in pairs) for name, pairs in found.items()}
+    rates = {name: Figure(tuple(each.token_count / each.duration_s for each in made)) for name, made in rounds.items()}
     ratio = Figure(
         tuple(ours / other for ours, other in zip(rates["with"].rounds, rates["without"].rounds, strict=True))
     )
@@ -112,6 +113,10 @@ def _measure(workload: Workload, round_count: int) -> dict[str, Any]:
         "ratio": ratio.median,
         "ratio_spread": ratio.spread,
     }
+
+
+def _round(fabric: WholeFabric) -> tuple[Round, float]:
+    return fabric.round(), fabric.hit_fraction()  # of recent prompts: not of what it made before another arm's round
 
 
 def _arm(workload: Workload, rate: Figure, rounds: Sequence[Round], hit_fraction: float) -> dict[str, Any]:

@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 # What a worker reads by its work, as docs/security.md tells it; of every other table it reads nothing.
 READABLE = {
     *("runs", "workers", "heartbeats", "lends", "sharing", "assignments", "clock", "lease_bell:x"),
-    *(f"r1.0:{name}" for name in ("run", "clock", "counters", "leases", "open", "inbox:x", "timings", "told:x")),
+    *(f"r1.0:{name}" for name in ("run", "clock", "counters", "leases", "lease_slots", "begun", "open")),
+    *(f"r1.0:{name}" for name in ("inbox:x", "timings", "told:x")),
     *(f"r1.0:turn:{name}" for name in ("ready:x", "suspects", "job", "record", "deadline", "held", "bell", "log")),
     *(f"r1.0:turn:{name}" for name in ("agent", "result", "image", "homed", "homed_at", "bell:x")),
     *(f"r1.w:{name}" for name in ("head", "manifests", "chunk:x:x.x:x", "sending", "announcements", "holders")),

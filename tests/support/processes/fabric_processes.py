@@ -34,6 +34,7 @@ KEPT_KEYS = {
     "rewards",
     "timings",
     "leases",
+    "lease_slots",
     "lease_term",
     "consumed",
     "consumers",

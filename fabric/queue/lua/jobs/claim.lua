@@ -2,25 +2,25 @@
 --   us_per_token)
 -- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect among them at
 -- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it. Of one
--- class, turns that wait for this worker are the first, and those that wait for others, and pay here, the last of all.
+-- class, turns that wait for this worker are the first; what is beyond its share, and what pays here, the last of all.
 -- Returns {1, wall_ms, next_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights
 -- too old. next_ms: when a turn of others may be taken, or -1. An entry's id begins with the machine's time as its job
--- became ready; suspects have none. Jobs without a record, not ready (cancelled) or called as none is, are dropped here;
--- one that cannot be read is left to the reaper.
--- keys shard.begun shard.clock shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log jobs.ready jobs.record
--- keys jobs.suspects
+-- became ready; suspects have none. Jobs without a record, or not ready (cancelled), are dropped here; one that cannot be
+-- read is left to the reaper.
+-- keys shard.begun shard.clock shard.lease_slots shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log
+-- keys jobs.ready jobs.record jobs.suspects
 -- flags allow-oom
--- use batch count record look time limit suspect homed ready
+-- use batch count record look time limit suspect share homed ready
 local worker, want, claim_ms, class_count, is_turn = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), 3, ARGV[4] ~= '-'
 local now, wall = now_ms(shard.clock)
-local some_wait = is_turn and redis.call('ZCARD', shard.turn_homed_at) > 0 -- for their homes
+local some_wait, room = is_turn and redis.call('ZCARD', shard.turn_homed_at) > 0, math.huge -- for their homes
 
 if is_turn then
-  local lease = redis.call('HGET', shard.leases, worker)
-  if not lease then return {0} end
-  local epoch, slots, until_ms = string.match(lease, '^(%d+) (%d+) (%d+)$')
-  if epoch ~= ARGV[4] or (until_ms ~= '0' and tonumber(until_ms) <= now) then return {0} end
-  want = math.min(want, tonumber(slots) - whole(redis.call('HGET', jobs.held, worker), 0))
+  local epoch, slots = lease_of(worker, now)
+  if epoch ~= ARGV[4] then return {0} end
+  local held = whole(redis.call('HGET', jobs.held, worker), 0)
+  want = math.min(want, slots - held)
+  if ARGV[9] ~= '0' then room = share_of(slots) - held end -- with prefix affinity
   local facts = redis.call('HMGET', shard.run, 'head_version', 'staleness')
   local head = whole(facts[1], -1)
   if head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end
@@ -30,10 +30,10 @@ if takes_suspect and want > 0 then ids[1] = next_suspect(jobs.suspects, jobs.rec
 local function strays(grace) return take_strays(tonumber(ARGV[9]), grace, want - #ids, now, wall - now, ids, since) end
 if some_wait and want > #ids then strays(GRACE_MS) end
 for class = 1, class_count do
-  if some_wait and want > #ids then take_home(worker, class, want - #ids, wall - now, ids, since) end
-  if want > #ids then take_ready(jobs.ready[class], want - #ids, ids, since) end
+  if some_wait then take_home(worker, class, math.min(want, room) - #ids, wall - now, ids, since) end
+  next_ms = sooner(next_ms, take_ready(jobs.ready[class], want - #ids, room - #ids, wall, ids, since))
 end
-if some_wait and want > #ids then next_ms = strays(0) end
+if some_wait and want > #ids then next_ms = sooner(next_ms, strays(room > #ids and 0 or GRACE_MS)) end
 
 local records, taken, deadlines, begun = read_records(jobs.record, ids), {}, {}, {}
 for _, id in ipairs(ids) do

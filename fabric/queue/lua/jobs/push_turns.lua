@@ -9,10 +9,10 @@
 -- 3 settled already: its result is in the inbox · 0 the trajectory's claim is lost (nothing written) ·
 -- -1 it is none of the trajectory's turns (nothing written) ·
 -- -2 the broker lacks an image of those whose digests are given, joined by blanks (nothing written)
--- keys shard.clock shard.leases shard.open shard.run shard.turn_agent shard.turn_image shard.turn_result trajectory.record turn.bell
--- keys turn.held turn.job turn.ready turn.record inbox bells...
+-- keys shard.begun shard.clock shard.lease_slots shard.leases shard.open shard.run shard.turn_agent
+-- keys shard.turn_image shard.turn_result trajectory.record turn.bell turn.held turn.job turn.ready turn.record inbox bells...
 -- flags allow-oom
--- use batch count record look ring homed home asked
+-- use batch count record look ring share homed home asked
 local agent = ARGV[1]
 local trajectories, ids = {}, {}
 for i = 3, #ARGV, 10 do

@@ -18,6 +18,7 @@ end
 -- Take turns of a class that wait for this worker, the oldest first. since: by id, as an entry of a ready stream is
 -- called; shift: what the machine's clock is ahead of this one.
 local function take_home(worker, class, count, shift, ids, since)
+  if count <= 0 then return end
   local first = worker .. ' ' .. class .. ' '
   local found = redis.call('ZRANGEBYLEX', shard.turn_homed, '[' .. first, '(' .. first .. '~', 'LIMIT', 0, count)
   for _, member in ipairs(found) do
