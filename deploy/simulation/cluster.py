@@ -3,8 +3,8 @@
 - Agents have as many places as there are slots, those that may be lent included: so many trajectories are under way,
   the others wait. A turn is asked for as soon as its environment has answered.
 - Turns wait in one stream, by urgency, then first come, first served; whoever has been free for longest takes as many
-  as it has slots for. With `home`, a turn waits for the worker with its context; another one takes it when it could
-  have read that meanwhile and has nothing else to do, and a second later before all else.
+  as it has slots for, or its share. With `home`, a turn waits for the worker with its context; another one takes it
+  when it could have read that meanwhile and has nothing else to do, and a second later before all else.
 - A serving request goes to the instance with the fewest unanswered ones.
 - Who is lent decides a lender (lending.py), what a step is a trainer (training.py).
 """
@@ -12,13 +12,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from ...fabric.contract.records import RunConfig, Span
-from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, Homes
+from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, READY_MS, Homes
 from ...fabric.rules.queue.retries import is_stale
 from ...workers.serving.guarding.guard import Guard, GuardConfig, GuardOrders, Policy
 from ..replay.records import Arrival
@@ -32,7 +33,8 @@ from .machine.workload import StepPlan
 
 LENT_CHUNK, OWN_CHUNK = 512, 2048  # prompt tokens in one rollout step: beside serving, and alone
 NEARLY_COMPLETE = 4  # a quarter of a group's quorum missing: use/ring.lua of the broker says the same, and a test it
-GRACE_S, STRAY_COUNT = GRACE_MS / 1000, 16  # use/homed.lua looks at so many turns of other homes
+GRACE_S, READY_S = GRACE_MS / 1000, READY_MS / 1000
+STRAY_COUNT, SHARE_SLACK = 16, 1.125  # as use/homed.lua and use/share.lua of the broker say
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
 DRAIN_S = 600.0
 RUN, MODEL = "run", "model"
@@ -246,7 +248,8 @@ class Cluster:
         home = self._homes.leave(str(trajectory.number))
         turn.home = home.worker_id if home.version >= self.head_version or self.setup.places == "affine" else ""
         trajectory.turn = turn
-        if self.setup.places == "home" and turn.home and self.by_name[turn.home].is_leased:
+        is_alone = sum(each.is_leased for each in self.engines) <= 1
+        if self.setup.places == "home" and turn.home and self.by_name[turn.home].is_leased and not is_alone:
             self._park(turn, self.by_name[turn.home])
         else:
             self._push(turn)
@@ -256,6 +259,7 @@ class Cluster:
 
     def _push(self, turn: Turn) -> None:
         """Let a turn wait for anybody."""
+        turn.waits_since_s = self.events.now_s
         heapq.heappush(self._ready, self._row(turn))
 
     def _row(self, turn: Turn) -> Waiting:
@@ -266,7 +270,7 @@ class Cluster:
     def _park(self, turn: Turn, home: Engine) -> None:
         """Let a turn wait for its home; others look at it once they could have read its context, and again later."""
         row = self._row(turn)
-        turn.parked_s = self.events.now_s
+        turn.waits_since_s = self.events.now_s
         self._homed[row[1]] = turn
         heapq.heappush(self._parked.setdefault(home.name, []), row)
         for grace_s in (0.0, GRACE_S):
@@ -306,10 +310,13 @@ class Cluster:
         """Take the turn that the broker's script would give to a worker: claim.lua, in its order."""
         found = self._stray(engine, GRACE_S)
         own, ready = self._first(self._parked.get(engine.name, [])), self._first(self._ready)
+        has_room = self._share(engine) > engine.turn_count
+        if not has_room:
+            own, ready = None, self._left_to_others(ready)
         if found is None and own is not None and (ready is None or own[0] <= ready[0]):
             found = own
         if found is None:
-            found = ready or self._stray(engine, 0.0)
+            found = ready or (self._stray(engine, 0.0) if has_room else None)
         if found is None or not engine.can_take(found[2]):
             return None
         if found is ready:
@@ -317,6 +324,21 @@ class Cluster:
         else:
             self._homed.pop(found[1])
         return found[2]
+
+    def _share(self, engine: Engine) -> int:
+        """Count the turns that a worker may hold before it leaves others to others: use/share.lua."""
+        total = sum(each.slot_count for each in self.engines if each.is_leased)
+        if self.setup.places == "shared" or total <= engine.slot_count:
+            return engine.slot_count
+        return min(engine.slot_count, math.ceil(SHARE_SLACK * self._claimed * engine.slot_count / total))
+
+    def _left_to_others(self, row: Waiting | None) -> Waiting | None:
+        """Return a turn for anybody if nobody came for it in a while; else look again then."""
+        left_s = row[2].waits_since_s + READY_S - self.events.now_s if row is not None else 0.0
+        if left_s <= 1e-9:
+            return row
+        self.events.after(left_s, self.place)
+        return None
 
     def _first(self, rows: list[Waiting]) -> Waiting | None:
         """Look at the first of a heap; drop those that are gone, or of trajectories that are over."""
@@ -334,7 +356,7 @@ class Cluster:
     def _stray(self, engine: Engine, grace_s: float) -> Waiting | None:
         """Find a turn of another home that may be taken here, of the oldest few."""
         for number, turn in islice(self._homed.items(), STRAY_COUNT):
-            waited_s = self.events.now_s - turn.parked_s
+            waited_s = self.events.now_s - turn.waits_since_s
             if waited_s >= self._patience_s(engine, turn) + grace_s - 1e-9 and not turn.trajectory.is_over:
                 return 0, number, turn
         return None

@@ -14,7 +14,7 @@ from .scenario import Scenario
 PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the serving instances, lent
 WORTH = 1.02  # a plan that is faster than a smaller one by less is not worth the GPUs
 LOSS_MAX = 0.002  # of serving's attainment
-ARM = "ours-home"
+ARM = "ours"
 
 
 def plan(scenario: Scenario) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class TrainerPart:
 class SimulationPart:
     """[simulation]: arms and seeds. cost_error: factor on all step times; noise: log-deviation of a step's time."""
 
-    arms: tuple[str, ...] = ("fixed", "async", "static", "share-all", "idle-only", "rose", "ours", "ours-home")
+    arms: tuple[str, ...] = ("fixed", "async", "static", "share-all", "idle-only", "rose", "ours", "ours-few")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     noise: float = 0.03
     cost_error: float = 1.0

@@ -75,11 +75,11 @@ class Turn:
         "left_prefill",
         "made",
         "output_tokens",
-        "parked_s",
         "read_tokens",
         "since_step",
         "trajectory",
         "version",
+        "waits_since_s",
         "was_held",
     )
 
@@ -88,7 +88,7 @@ class Turn:
         self.key = (trajectory.number, index)
         self.context_tokens, self.fresh_tokens, self.output_tokens = context_tokens, fresh, output
         self.made = self.left_prefill = self.read_tokens = self.since_step = self.end_step = 0
-        self.begun_s = self.parked_s = 0.0
+        self.begun_s = self.waits_since_s = 0.0
         self.version = -1  # of the policy that began it
         self.was_held = self.is_over = False
         self.engine = self.home = ""

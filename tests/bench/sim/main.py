@@ -22,7 +22,7 @@ LOSS_MAX = 0.002  # of attainment against dedicated GPUs alone
 SLOWER_MAX = 1.02  # than dedicated GPUs alone
 OF_ORACLE = {0.1: 0.93, 0.25: 0.93, 0.5: 0.80}  # by load: what of the oracle's harvest ours should have (s10)
 WORST_MINUTE_MIN, WASTED_MAX = 0.95, 0.02
-OURS = ("ours", "ours-home", "ours-few")
+OURS = ("ours", "ours-few")
 SEED_COUNT = 3
 
 
@@ -52,7 +52,7 @@ def speed() -> dict[str, Any]:
     scenario = read_scenario("s2")
     scenario = replace(scenario, work=replace(scenario.work, steps=1))
     found = {}
-    for arm in ("fixed", "ours-home"):
+    for arm in ("fixed", "ours"):
         run = simulate(scenario, arm, load=0.25, seed=0)
         found[arm] = {"cpu_s_per_hour": round(run.cpu_s * 3600 / run.span_s, 1), "simulated_s": round(run.span_s)}
     return found

@@ -56,7 +56,7 @@ PLANTS = {  # a rule of production → another in its place, and an arm in which
     "step times learned": (guard, "refit", lambda model, sample: model, "ours"),
     "memory": (memory, "decide", lambda s, f, r: replace(decide_memory(s, f, r), budget_tokens=1.0), "ours"),
     "who yields at a shut guard": (yielding, "overdue", lambda sizes, *_: [each.request_id for each in sizes], "ours"),
-    "homes of turns": (Homes, "leave", lambda self, name: NO_HOME, "ours-home"),
+    "homes of turns": (Homes, "leave", lambda self, name: NO_HOME, "ours"),
 }
 
 
@@ -173,12 +173,12 @@ def test_without_migration_no_turn_leaves_in_the_middle() -> None:
 
 
 def test_affinity_reads_less_again() -> None:
-    assert run("ours-home", CROWDED).refilled < run("ours", CROWDED).refilled
+    assert run("ours", CROWDED).refilled < run("no-affinity", CROWDED).refilled
 
 
 def test_trajectories_under_way_are_as_many_as_slots_and_fewer_where_an_arm_says_so() -> None:
     wide = replace(SMALL, cluster=replace(SMALL.cluster, dedicated=2, serving=4))  # instances of four slots
-    for arm, places in (("fixed", 8), ("ours-home", 24), ("ours-few", 12)):
+    for arm, places in (("fixed", 8), ("ours", 24), ("ours-few", 12)):
         assert Cluster(runs.setup_of(wide, ARMS[arm], 0.25, 0)).place_count == places
 
 
