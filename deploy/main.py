@@ -244,9 +244,10 @@ def _register() -> None:
     from .looking import history, trace
     from .replay import command as replay
     from .roles import acl, api, command, config
+    from .simulation import command as simulation
     from .weights import command as weights
 
-    shown = (status, trace, history, lend, doctor, data, dead, logs, runs, weights, replay)
+    shown = (status, trace, history, lend, doctor, data, dead, logs, runs, weights, replay, simulation)
     for module in (command, config, api, acl, *shown):
         module.register(app)
     app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")

@@ -164,6 +164,14 @@ def coserve_sim(quick: Quick = False, json: AsJson = False) -> None:
     raise typer.Exit(bench_coserve_sim(quick=quick, json_output=json))
 
 
+@app.command("sim")
+def sim(quick: Quick = False, json: AsJson = False) -> None:
+    """A cluster of up to 112 GPUs, simulated: production's rules beside other ways to run it, and how fast that is."""
+    from .sim.main import bench_sim
+
+    raise typer.Exit(bench_sim(quick=quick, json_output=json))
+
+
 # ---------------------------------------------------------------- processes that benches start
 
 

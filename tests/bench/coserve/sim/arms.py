@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from rollfab.deploy.replay.records import Arrival
+from rollfab.deploy.simulation.machine.cost import StepCost
 from rollfab.fabric.rules.serving.burst import Arrivals, BurstRule, arrived, reserve_s
 from rollfab.fabric.rules.serving.facts import StepSample, StepWork
 from rollfab.fabric.rules.serving.guard import Allowance, GuardFacts, GuardRule, decide
 from rollfab.fabric.rules.serving.step_time import StepErrors, StepModel, cold, predict, refit
 
-from .engine import StepCost
 from .world import ROSE_SLO, Device
 
 WHOLE_CHUNK, SMALL_CHUNK = 2048, 512  # of serving prompts: vLLM's usual, and what ROSE sets while it shares

@@ -16,38 +16,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from rollfab.deploy.replay.records import Arrival
+from rollfab.deploy.simulation.machine.cost import StepCost, model_of
 from rollfab.fabric.rules.serving.facts import RunningRequest, ServingState, StepWork, WaitingRequest
 
-COST_MODEL_ERROR = "TPOT within 3 % of measured vLLM (Qwen3-32B on H100), prefill optimistic"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """Coefficients of the closed form, for one model on one GPU. Milliseconds, microseconds, nanoseconds."""
-
-    fixed_ms: float
-    weights_ms: float
-    token_us: float
-    context_us_per_1000: float
-    attention_ns: float
-    cpu_step_ms: float = 1.5
-    cpu_sequence_ms: float = 0.05
-
-    def seconds(self, work: StepWork, attention: float) -> float:
-        """Time of one step. attention: pairs of tokens that its prompt chunks attend over."""
-        tokens_ms = 1e-3 * self.token_us * (work.prefill_tokens + work.decode_count)
-        computed_ms = math.sqrt(math.hypot(self.weights_ms**2, tokens_ms**2))  # the longer one, smoothly
-        read_ms = 1e-6 * (self.context_us_per_1000 * work.context_tokens + self.attention_ns * attention)
-        cpu_ms = self.cpu_step_ms + self.cpu_sequence_ms * work.decode_count
-        return 1e-3 * (self.fixed_ms + computed_ms + read_ms + cpu_ms)
-
-
-SERVING_7B = StepCost(  # Qwen2.5-7B, H100, one GPU
-    fixed_ms=2.869, weights_ms=3.251, token_us=18.112, context_us_per_1000=18.535, attention_ns=0.632
-)
-ROLLOUT_8B = StepCost(  # Qwen3-8B, H100, one GPU
-    fixed_ms=3.706, weights_ms=3.237, token_us=18.766, context_us_per_1000=46.979, attention_ns=0.932
-)
+SERVING_7B = model_of("Qwen2.5-7B", "h100", 1).cost
+ROLLOUT_8B = model_of("Qwen3-8B", "h100", 1).cost
 
 
 @dataclass(slots=True)

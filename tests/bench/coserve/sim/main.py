@@ -19,11 +19,12 @@ from rollfab.deploy.replay.figures import Report, number, show
 from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.replay.scale import at_rate, window
 from rollfab.deploy.replay.traces import load_trace
+from rollfab.deploy.simulation.machine.cost import COST_MODEL_ERROR
 from rollfab.fabric.rules.serving.guard import GuardRule
 from tests.bench.measure import run_bench
 
 from .arms import Foresight, Guarded, IdleOnly, RoseRules, ServingAlone, Unguarded
-from .engine import COST_MODEL_ERROR, ROLLOUT_8B, SERVING_7B
+from .engine import ROLLOUT_8B, SERVING_7B
 from .world import Arm, Run, World, bound, simulate
 
 LOSS_MAX = 0.002  # of attainment against serving alone

@@ -17,9 +17,10 @@ from typing import Protocol
 
 from rollfab.deploy.replay.figures import percentile
 from rollfab.deploy.replay.records import Arrival
+from rollfab.deploy.simulation.machine.cost import StepCost
 from rollfab.fabric.rules.serving.facts import Slo, StepSample, StepWork
 
-from .engine import ROLLOUT_8B, SERVING_7B, RolloutEngine, Served, ServingEngine, StepCost, noisy
+from .engine import ROLLOUT_8B, SERVING_7B, RolloutEngine, Served, ServingEngine, noisy
 
 ROSE_SLO = Slo(ttft_ms=500.0, tpot_ms=150.0)  # of its 7B serving model
 

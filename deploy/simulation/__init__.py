@@ -1,0 +1,1 @@
+"""`rollfab sim`: a cluster under production's rules, simulated beside other ways to run it (docs/simulation.md)."""

@@ -1,0 +1,458 @@
+"""The simulated cluster: instances, turns that wait, tools, and serving load.
+
+- Agents have as many places as there are slots, those that may be lent included: so many trajectories are under way,
+  the others wait. A turn is asked for as soon as its environment has answered.
+- Turns wait in one stream, by urgency, then first come, first served; whoever has been free for longest takes as many
+  as it has slots for, or its share. With `home`, a turn waits for the worker with its context; another one takes it
+  when it could have read that meanwhile and has nothing else to do, and a second later before all else.
+- A serving request goes to the instance with the fewest unanswered ones.
+- Who is lent decides a lender (lending.py), what a step is a trainer (training.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ...fabric.contract.records import RunConfig, Span
+from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, READY_MS, Homes
+from ...fabric.rules.queue.retries import is_stale
+from ...workers.serving.guarding.guard import Guard, GuardConfig, GuardOrders, Policy
+from ..replay.records import Arrival
+from .machine.books import Books, Broken
+from .machine.cost import Model
+from .machine.engine import Engine, EngineOptions
+from .machine.events import Events
+from .machine.serving import CHUNK_TOKENS, ServingSide
+from .machine.turns import Batch, GroupState, Trajectory, Turn
+from .machine.workload import StepPlan
+
+LENT_CHUNK, OWN_CHUNK = 512, 2048  # prompt tokens in one rollout step: beside serving, and alone
+NEARLY_COMPLETE = 4  # a quarter of a group's quorum missing: use/ring.lua of the broker says the same, and a test it
+GRACE_S, READY_S = GRACE_MS / 1000, READY_MS / 1000
+STRAY_COUNT, SHARE_SLACK = 16, 1.125  # as use/homed.lua and use/share.lua of the broker say
+REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
+DRAIN_S = 600.0
+RUN, MODEL = "run", "model"
+Waiting = tuple[int, int, Turn]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is simulated. dedicated, lendable: instances. kv_*: tokens. load: serving requests in [0, load_s), repeated.
+
+    offered: of the lendable, those that may be lent; None: all. places: shared, home, or affine (ROSE's router).
+    staleness: versions behind the head that may still generate. lent_places: of agents, for each slot that may be lent.
+    """
+
+    rollout: Model
+    serving: Model
+    dedicated: int
+    lendable: int
+    slot_count: int = 16
+    kv_dedicated: int
+    kv_lent: int
+    kv_serving: int
+    turn_tokens_max: int
+    load: Sequence[Arrival] = ()
+    load_s: float = 1.0
+    ttft_ms: float
+    tpot_ms: float
+    activation_s: float = 2.0
+    fetch_s: float = 2.0
+    noise: float = 0.03
+    seed: int = 0
+    places: str = "shared"
+    offered: int | None = None
+    lent_places: float = 1.0
+    keeps_tokens: bool = True
+    policy: Policy | None = None
+    serving_chunk: int = CHUNK_TOKENS
+    staleness: int = 1
+
+
+def urgency(missing: int, quorum: int, *, was_held: bool, priority: int = 1) -> int:
+    """Return the class in which a turn waits, as the broker's script decides it."""
+    is_urgent = was_held or missing * NEARLY_COMPLETE <= quorum
+    return max(0, priority - 1) if is_urgent else priority
+
+
+class Cluster:
+    """See the module."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.events, self.books = Events(), Books()
+        self.head_version = 0
+        self.run = RunConfig(
+            run_id=RUN,
+            model=MODEL,
+            environment="simulated",
+            prefix_affinity=setup.places != "shared",
+            staleness=setup.staleness,
+        )
+        self.dedicated = [self._engine(f"own-{n}", n, setup.kv_dedicated) for n in range(setup.dedicated)]
+        self.lendable = [self._serving_engine(f"lent-{n}", n) for n in range(setup.lendable)]
+        for engine in self.dedicated:
+            engine.version = self.head_version
+        self.engines = [*self.dedicated, *self.lendable]
+        self.by_name = {engine.name: engine for engine in self.engines}
+        self.batches: list[Batch] = []
+        self.offered = self.lendable[: setup.offered]
+        self.place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
+        self._homes = Homes()
+        self._queued: deque[Trajectory] = deque()
+        self._claimed = 0
+        self._is_draining = False
+        self._ready: list[Waiting] = []  # a heap: urgency, number, turn
+        self._parked: dict[str, list[Waiting]] = {}  # by home: heaps of turns that wait for it
+        self._homed: dict[int, Turn] = {}  # all of them that still do, by number: the oldest first
+        self._count = self._trajectories = 0
+        self._leases: dict[str, int] = {}
+        if setup.load and self.lendable:
+            self.events.at(setup.load[0].at_s, self._arrive, 0, 0.0)
+
+    def _engine(
+        self, name: str, seed: int, kv_tokens: int, serving: ServingSide | None = None, guard: Guard | None = None
+    ) -> Engine:
+        setup = self.setup
+        options = EngineOptions(
+            name=name,
+            cost=setup.rollout.cost,
+            slot_count=setup.slot_count,
+            kv_tokens=kv_tokens,
+            turn_tokens_max=setup.turn_tokens_max,
+            chunk_tokens=OWN_CHUNK if serving is None else LENT_CHUNK,
+            noise=setup.noise,
+            seed=setup.seed * 10_000 + seed,
+        )
+        return Engine(
+            options,
+            self.events,
+            self.books,
+            serving=serving,
+            guard=guard,
+            on_end=self._ended,
+            on_back=self._came_back,
+        )
+
+    def _serving_engine(self, name: str, index: int) -> Engine:
+        setup = self.setup
+        serving = ServingSide(setup.serving.cost, setup.kv_serving, setup.serving_chunk)
+        config = GuardConfig(probe="", probe_name="simulated", slo_ttft_ms=setup.ttft_ms, slo_tpot_ms=setup.tpot_ms)
+        guard = Guard(config, serving, [setup.policy] if setup.policy is not None else ())
+        return self._engine(name, 1000 + index, setup.kv_lent, serving, guard)
+
+    def _arrive(self, index: int, began_s: float) -> None:
+        if self._is_draining:
+            return
+        setup = self.setup
+        arrival = setup.load[index]
+        least = min(self.lendable, key=_load)
+        least.arrive(arrival.prompt_tokens, arrival.completion_tokens)
+        index += 1
+        if index == len(setup.load):
+            index, began_s = 0, began_s + setup.load_s
+        self.events.at(max(self.events.now_s, began_s + setup.load[index].at_s), self._arrive, index, began_s)
+
+    def drain(self) -> None:
+        """Let serving answer what has come, with nothing new: a tail that is cut off would count as missed."""
+        self._is_draining = True
+        until_s = self.events.now_s + DRAIN_S
+        self.events.run(lambda: not any(each.serving and each.serving.has_work for each in self.lendable), until_s)
+
+    # ---- leases and weights
+
+    def lease(self, engine: Engine) -> None:
+        """Lend an engine out; it takes turns once it is awake and has the weights."""
+        number = self._leases[engine.name] = self._leases.get(engine.name, 0) + 1
+        engine.is_leased, engine.is_ready = True, False
+        if engine.guard is not None:
+            engine.guard.orders = GuardOrders(is_lent=True, policy=int(self.setup.policy is not None))
+        self.events.after(self.setup_s(engine), self._got_ready, engine, number)
+
+    def _got_ready(self, engine: Engine, number: int) -> None:
+        if engine.is_leased and self._leases[engine.name] == number:
+            engine.is_ready = True
+            if engine.version != self.head_version:
+                engine.forget_prefixes()
+            engine.version = self.head_version
+            self.place()
+
+    def revoke(self, engine: Engine) -> None:
+        """End a lease: its turns go on elsewhere."""
+        engine.is_leased = engine.is_ready = False
+        self._leave_parked(engine)
+        engine.take_back(engine.turns(), keeps_tokens=self.setup.keeps_tokens)
+
+    def setup_s(self, engine: Engine) -> float:
+        """Return the seconds until an engine that is not lent could run turns."""
+        return self.setup.activation_s + (self.setup.fetch_s if engine.version != self.head_version else 0.0)
+
+    def publish(self) -> None:
+        """Give all engines that work for the run new weights; prefixes of older ones are of no use."""
+        self.head_version += 1
+        for engine in self.engines:
+            if engine.is_leased:
+                engine.version = self.head_version
+                engine.forget_prefixes()
+
+    # ---- trajectories
+
+    def submit(self, plan: StepPlan, on_done: Callable[[], None]) -> None:
+        """Submit a step's groups. on_done: called when enough of them are complete."""
+        batch = Batch(plan=plan, on_done=on_done, began_s=self.events.now_s, missing_groups=plan.needed)
+        self.batches.append(batch)
+        for index, group in enumerate(plan.groups):
+            state = GroupState(batch=batch, index=index, quorum=len(group), missing=len(group))
+            for each in group:
+                self._trajectories += 1
+                trajectory = Trajectory(self._trajectories, each, state)
+                self.books.submits(trajectory.number)
+                batch.open[trajectory.number] = trajectory
+                self._queued.append(trajectory)
+        self._claim()
+
+    def _claim(self) -> None:
+        """Let agents take trajectories, as long as they have places."""
+        while self._queued and self._claimed < self.place_count:
+            trajectory = self._queued.popleft()
+            if not trajectory.is_over:
+                trajectory.is_claimed = True
+                self._claimed += 1
+                self.events.after(trajectory.plan.start_s, self._ask, trajectory)
+
+    def _release(self, trajectory: Trajectory) -> None:
+        self._claimed -= trajectory.is_claimed
+        trajectory.is_over, trajectory.is_claimed = True, False
+
+    def counts(self) -> tuple[int, int]:
+        """Count the trajectories that wait for an agent, and those under way."""
+        return sum(len(batch.open) for batch in self.batches) - self._claimed, self._claimed
+
+    def waiting_count(self) -> int:
+        """Count the turns that wait or run."""
+        return len(self._ready) + len(self._homed) + sum(engine.turn_count for engine in self.engines)
+
+    def _ask(self, trajectory: Trajectory) -> None:
+        if trajectory.is_over:
+            return
+        plan = trajectory.plan.turns[trajectory.index]
+        turn = Turn(
+            trajectory, trajectory.index, trajectory.context_tokens, trajectory.fresh_tokens, plan.output_tokens
+        )
+        home = self._homes.leave(str(trajectory.number))
+        turn.home = home.worker_id if home.version >= self.head_version or self.setup.places == "affine" else ""
+        trajectory.turn = turn
+        is_alone = sum(each.is_leased for each in self.engines) <= 1
+        if self.setup.places == "home" and turn.home and self.by_name[turn.home].is_leased and not is_alone:
+            self._park(turn, self.by_name[turn.home])
+        else:
+            self._push(turn)
+        self.place()
+
+    # ---- turns
+
+    def _push(self, turn: Turn) -> None:
+        """Let a turn wait for anybody."""
+        turn.waits_since_s = self.events.now_s
+        heapq.heappush(self._ready, self._row(turn))
+
+    def _row(self, turn: Turn) -> Waiting:
+        self._count += 1
+        group = turn.trajectory.group
+        return urgency(group.missing, group.quorum, was_held=turn.was_held), self._count, turn
+
+    def _park(self, turn: Turn, home: Engine) -> None:
+        """Let a turn wait for its home; others look at it once they could have read its context, and again later."""
+        row = self._row(turn)
+        turn.waits_since_s = self.events.now_s
+        self._homed[row[1]] = turn
+        heapq.heappush(self._parked.setdefault(home.name, []), row)
+        for grace_s in (0.0, GRACE_S):
+            least_s = min((self._patience_s(each, turn) for each in self.engines if each.is_leased), default=0.0)
+            self.events.after(least_s + grace_s, self._look_again, row[1])
+
+    def _look_again(self, number: int) -> None:
+        if number in self._homed:
+            self.place()
+
+    def _patience_s(self, engine: Engine, turn: Turn) -> float:
+        """Compute how long a turn waits for its home before this engine may take it."""
+        return min(PATIENCE_MS_MAX / 1000, 1e-6 * turn.context_tokens * engine.us_per_token)
+
+    def _leave_parked(self, engine: Engine) -> None:
+        """Let turns that waited for an engine which is gone wait for any."""
+        for _, number, turn in self._parked.pop(engine.name, []):
+            if self._homed.pop(number, None) is not None:
+                self._push(turn)
+
+    def place(self) -> None:
+        """Let workers take turns that wait: who has been free for longest first, as many as it has slots for."""
+        if self.setup.places == "affine":
+            self._route()
+            return
+        free = sorted(
+            (each for each in self.engines if each.turn_count < each.slot_count and each.is_ready), key=_free_since
+        )
+        for engine in free:
+            while self._ready or self._homed:
+                turn = self._next(engine)
+                if turn is None:
+                    break
+                self._begin(turn, engine)
+
+    def _next(self, engine: Engine) -> Turn | None:
+        """Take the turn that the broker's script would give to a worker: claim.lua, in its order."""
+        found = self._stray(engine, GRACE_S)
+        own, ready = self._first(self._parked.get(engine.name, [])), self._first(self._ready)
+        has_room = self._share(engine) > engine.turn_count
+        if not has_room:
+            own, ready = None, self._left_to_others(ready)
+        if found is None and own is not None and (ready is None or own[0] <= ready[0]):
+            found = own
+        if found is None:
+            found = ready or (self._stray(engine, 0.0) if has_room else None)
+        if found is None or not engine.can_take(found[2]):
+            return None
+        if found is ready:
+            heapq.heappop(self._ready)
+        else:
+            self._homed.pop(found[1])
+        return found[2]
+
+    def _share(self, engine: Engine) -> int:
+        """Count the turns that a worker may hold before it leaves others to others: use/share.lua."""
+        total = sum(each.slot_count for each in self.engines if each.is_leased)
+        if self.setup.places == "shared" or total <= engine.slot_count:
+            return engine.slot_count
+        return min(engine.slot_count, math.ceil(SHARE_SLACK * self._claimed * engine.slot_count / total))
+
+    def _left_to_others(self, row: Waiting | None) -> Waiting | None:
+        """Return a turn for anybody if nobody came for it in a while; else look again then."""
+        left_s = row[2].waits_since_s + READY_S - self.events.now_s if row is not None else 0.0
+        if left_s <= 1e-9:
+            return row
+        self.events.after(left_s, self.place)
+        return None
+
+    def _first(self, rows: list[Waiting]) -> Waiting | None:
+        """Look at the first of a heap; drop those that are gone, or of trajectories that are over."""
+        while rows:
+            turn = rows[0][2]
+            is_gone = rows is not self._ready and rows[0][1] not in self._homed
+            if not is_gone and not turn.trajectory.is_over:
+                return rows[0]
+            if not is_gone:
+                self._homed.pop(rows[0][1], None)
+                self.books.drops(turn, turn.made)
+            heapq.heappop(rows)
+        return None
+
+    def _stray(self, engine: Engine, grace_s: float) -> Waiting | None:
+        """Find a turn of another home that may be taken here, of the oldest few."""
+        for number, turn in islice(self._homed.items(), STRAY_COUNT):
+            waited_s = self.events.now_s - turn.waits_since_s
+            if waited_s >= self._patience_s(engine, turn) + grace_s - 1e-9 and not turn.trajectory.is_over:
+                return 0, number, turn
+        return None
+
+    def _route(self) -> None:
+        """Place as ROSE's router does: where the context is, else where most room is."""
+        while (row := self._first(self._ready)) is not None:
+            turn = row[2]
+            free = [engine for engine in self.engines if engine.can_take(turn)]
+            if not free:
+                return
+            heapq.heappop(self._ready)
+            home = [e for e in free if e.name == turn.home and e.cached(turn.key[0]) > REFILL_TOKENS]
+            self._begin(turn, min(home or free, key=lambda each: (each.turn_count / each.slot_count, each.free_since)))
+
+    def _begin(self, turn: Turn, engine: Engine) -> None:
+        self._count += 1
+        engine.free_since = self._count  # it listens again, behind the others
+        engine.begin(turn)
+
+    def _came_back(self, engine: Engine, turns: list[Turn]) -> None:
+        for turn in turns:
+            if turn.trajectory.is_over:
+                self.books.drops(turn, turn.made)
+                continue
+            turn.was_held, turn.home, turn.fresh_tokens = True, "", 0
+            self.books.moved_count += 1
+            self._push(turn)
+        self.place()
+
+    def _ended(self, engine: Engine, turns: list[Turn]) -> None:
+        for turn in turns:
+            trajectory = turn.trajectory
+            trajectory.turn = None
+            if trajectory.is_over:
+                continue
+            self._homes.note(self.run, str(trajectory.number), Span(0, turn.made, engine.name, engine.version))
+            if trajectory.oldest_version < 0:
+                trajectory.oldest_version = turn.version
+            plan = trajectory.plan.turns[trajectory.index]
+            trajectory.context_tokens += turn.made + plan.observation_tokens
+            trajectory.fresh_tokens = plan.observation_tokens
+            trajectory.index += 1
+            is_last = trajectory.index == len(trajectory.plan.turns)
+            self.events.after(plan.tool_s, self._complete if is_last else self._ask, trajectory)
+        self.place()
+
+    def _complete(self, trajectory: Trajectory) -> None:
+        if trajectory.is_over:
+            return
+        if is_stale(trajectory.oldest_version, self.head_version, self.setup.staleness):
+            raise Broken(f"trajectory {trajectory.number} is {trajectory.oldest_version} of {self.head_version}: stale")
+        self.books.completes(trajectory.number)
+        group = trajectory.group
+        batch = group.batch
+        self._release(trajectory)
+        del batch.open[trajectory.number]
+        group.missing -= 1
+        self._claim()
+        if group.missing or group.index not in batch.plan.kept:
+            return
+        batch.missing_groups -= 1
+        if not batch.missing_groups and not batch.is_done:
+            batch.is_done = True
+            self._cancel(batch)
+            self.batches.remove(batch)
+            batch.on_done()
+
+    def _cancel(self, batch: Batch) -> None:
+        """End what a step no longer needs."""
+        for trajectory in batch.open.values():
+            self._release(trajectory)
+            self.books.completes(trajectory.number, is_cancelled=True)
+            turn = trajectory.turn
+            if turn is not None and turn.engine:
+                self.by_name[turn.engine].take_back([turn], keeps_tokens=True)
+        batch.open = {}
+        self._claim()
+
+    def check(self) -> None:
+        """Check the books against the engines, and each engine's time.
+
+        Raises:
+            Broken: they differ.
+        """
+        running = sum(engine.made(turn) for engine in self.engines for turn in engine.turns())
+        waits = [*self._homed.values(), *(row[2] for row in self._ready)]
+        self.books.check(running + sum(turn.made for turn in waits))
+        for engine in self.engines:
+            engine.check_time()
+
+
+def _load(engine: Engine) -> int:
+    assert engine.serving is not None
+    return engine.serving.load
+
+
+def _free_since(engine: Engine) -> int:
+    return engine.free_since

@@ -1,0 +1,78 @@
+"""`rollfab sim`: a scenario's arms beside each other, simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.text import did_you_mean
+from ..cli.options import AsJson
+from ..cli.printing import Console, show_json
+from .scenario import SAMPLES, Scenario, read_scenario
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def sim(
+        scenario: Annotated[str, typer.Argument(help=f"A TOML file, or one of {', '.join(SAMPLES)}.")],
+        arms: Annotated[str, typer.Option(help="Comma-separated; default: the scenario's.")] = "",
+        seeds: Annotated[int | None, typer.Option(help="So many, from 0; default: the scenario's.", min=1)] = None,
+        json: AsJson = False,
+    ) -> None:
+        """Simulate a cluster under production's rules beside other ways to run it. Every figure is simulated."""
+        from .report import results, show_results
+
+        wanted = chosen(read_scenario(scenario), arms, seeds)
+        found = results(wanted, run_all(wanted))
+        show_json(found) if json else show_results(found)
+
+    @app.command()
+    def plan(
+        scenario: Annotated[str, typer.Argument(help=f"A TOML file, or one of {', '.join(SAMPLES)}.")],
+        seeds: Annotated[int | None, typer.Option(help="So many, from 0; default: the scenario's.", min=1)] = None,
+        json: AsJson = False,
+    ) -> None:
+        """Simulate how many serving GPUs are worth borrowing, and which step time to expect."""
+        from .plan import plan as made
+        from .plan import show_plan
+
+        found = made(chosen(read_scenario(scenario), "", seeds))
+        show_json(found) if json else show_plan(found)
+
+
+def chosen(scenario: Scenario, arms: str, seed_count: int | None) -> Scenario:
+    """Return a scenario with other arms and seeds.
+
+    Raises:
+        ConfigError: an arm is not known.
+    """
+    from .arms import ARMS
+
+    part = scenario.simulation
+    names = tuple(name.strip() for name in arms.split(",") if name.strip())
+    for name in names:
+        if name not in ARMS:
+            raise ConfigError(f"--arms has no {name!r}: {did_you_mean(name, ARMS)}")
+    part = replace(part, arms=names or part.arms)
+    if seed_count is not None:
+        part = replace(part, seeds=tuple(range(seed_count)))
+    return replace(scenario, simulation=part)
+
+
+def run_all(scenario: Scenario) -> list[Any]:
+    """Simulate every arm on every seed at every load; says on stderr how far it is."""
+    from .run import simulate
+
+    part, console = scenario.simulation, Console(stderr=True)
+    wanted = [(load, arm, seed) for load in scenario.serving.loads for arm in part.arms for seed in part.seeds]
+    found = []
+    for number, (load, arm, seed) in enumerate(wanted, 1):
+        if console.is_terminal:
+            console.print(f"{number} of {len(wanted)}: {arm}, load {load:g}, seed {seed}", style="dim", end="\r")
+        found.append(simulate(scenario, arm, load=load, seed=seed))
+    return found

@@ -1,0 +1,305 @@
+"""Who lends which serving GPU to rollouts, and when: the ways that are compared.
+
+- `Planned` is production: its census of workers and runs, its plan, its terms of giving turns back and of memory, all
+  unchanged. Only the broker between them is missing: what it reads is made from the simulated engines.
+- `WholeSteps` lends every serving GPU from a step's beginning to the end of its rollouts; with `cuts_memory` as ROSE
+  does, with `yields` its workers give turns back as production's do.
+- `Always` and `Nobody` say what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
+
+from ...fabric.contract.records import Lease, WorkerInfo
+from ...fabric.contract.sharing import GuardView, LendSetting
+from ...fabric.ports.queue import RunStatus, Survey
+from ...fabric.rules.lending import capacity
+from ...fabric.rules.lending.capacity import CapacityRule, Grant
+from ...fabric.rules.serving.facts import StepWork
+from ...workers.controller.demand import Census
+from ...workers.rollout.engine_watch import LOOK_S
+from ...workers.rollout.turns import TurnSize
+from ...workers.rollout.yielding import Yielding, YieldRule, room_for, too_many
+from ...workers.serving.device.memory import KvBudget
+from .cluster import MODEL, RUN, Cluster
+from .machine.engine import Engine
+from .machine.turns import Turn
+
+POOL, KEPT = "serving", "kept"  # serving workers whose team lends them, and others
+ONE = StepWork(decode_count=1)
+FOLLOW_S = 0.25  # between two looks of a lent worker at its guard and memory; production looks every 0.1 s
+ROSE_MARK, ROSE_CUT = 0.8, 0.5  # of serving's KV cache, above which what rollouts hold is cut to this, once a step
+
+
+class Lender(Protocol):
+    """Lends instances out and takes them back."""
+
+    def start(self, cluster: Cluster) -> None:
+        """Begin."""
+        ...
+
+    def rollouts(self, begins: bool) -> None:
+        """Hear that a step's rollouts begin, or end."""
+        ...
+
+
+def sizes(engine: Engine) -> Iterator[tuple[Turn, TurnSize]]:
+    """Tell what each turn of an engine holds, as a worker tells its rules."""
+    for turn in engine.turns():
+        made = engine.made(turn)
+        yield (
+            turn,
+            TurnSize(
+                request_id=str(turn.key),
+                context_tokens=turn.context_tokens + made,
+                reserve_tokens=engine.reserve(turn),
+                token_count=made,
+                is_begun=turn in engine.decoding,
+            ),
+        )
+
+
+class Worker:
+    """Production's worker beside a serving engine: when turns yield, when new ones may be taken, and how much memory.
+
+    It stands in for the running turns, the clock and the memory that those rules ask.
+    """
+
+    def __init__(self, cluster: Cluster, engine: Engine, rule: YieldRule) -> None:
+        assert engine.guard is not None and engine.serving is not None
+        self._cluster, self._engine, self._guard, self._serving = cluster, engine, engine.guard, engine.serving
+        self.watch = SimpleNamespace(is_shut=False)
+        self.capacity_tokens = engine.options.kv_tokens
+        self._yielding = Yielding(cast(Any, self), self._view, cast(Any, self), rule)
+        self._budget = KvBudget(cast(Any, self))
+        self._kv_tokens_max: int | None = None
+        self._viewed, self._viewed_at_s = GuardView(), -LOOK_S
+        self._taken: tuple[float, int, int | None] = (-1.0, -1, 0)
+        engine.may_take = self.may_take
+
+    def follow(self) -> None:
+        """Look at memory and guard, and give turns back that must go on elsewhere."""
+        engine, now_s = self._engine, self.now_s()
+        self._kv_tokens_max = self._budget.look(now_s, self._serving.read(now_s), None)
+        if engine.turn_count:
+            names = set(self._yielding.due())
+            if names:
+                gone = [turn for turn in engine.turns() if str(turn.key) in names]
+                engine.take_back(gone, keeps_tokens=self._cluster.setup.keeps_tokens)
+
+    def may_take(self) -> int | None:
+        """Ask production's rule, once per moment and number of turns."""
+        key = (self.now_s(), self._engine.turn_count)
+        if self._taken[:2] != key:
+            self._taken = (*key, self._yielding.may_take())
+        return self._taken[2]
+
+    def _view(self) -> GuardView:
+        """Show the guard as a worker sees it, who asks it ten times a second."""
+        if self.now_s() - self._viewed_at_s >= LOOK_S:
+            self._viewed_at_s = self.now_s()
+            self._viewed = replace(self._guard.view(self.now_s()), kv_tokens_max=self._kv_tokens_max)
+        return self._viewed
+
+    # What the rules ask of running turns, clock and memory.
+
+    def sizes(self) -> list[TurnSize]:
+        """List what its turns hold."""
+        return [size for _, size in sizes(self._engine)]
+
+    def now_s(self) -> float:
+        """Tell simulated time."""
+        return self._cluster.events.now_s
+
+    def used_tokens(self) -> int:
+        """Count the KV cache that its turns hold, or were promised."""
+        return sum(size.held_tokens for size in self.sizes())
+
+    def limit(self, kv_tokens_max: int | None) -> None:
+        """Bound nothing else: turns beyond the budget yield."""
+
+
+class Nobody:
+    """Lends nothing."""
+
+    def start(self, cluster: Cluster) -> None:
+        """Do nothing."""
+
+    def rollouts(self, begins: bool) -> None:
+        """Do nothing."""
+
+
+class Always(Nobody):
+    """Lends everything for good."""
+
+    def start(self, cluster: Cluster) -> None:
+        """Lend."""
+        for engine in cluster.offered:
+            cluster.lease(engine)
+
+
+class WholeSteps(Nobody):
+    """Lends everything while rollouts run."""
+
+    def __init__(self, *, yields: bool = False, cuts_memory: bool = False) -> None:
+        self._yields, self._cuts_memory = yields, cuts_memory
+        self._workers: list[Worker] = []
+        self._budgets: dict[str, int] = {}  # of engines that were cut in this step: no more than so many tokens
+
+    def start(self, cluster: Cluster) -> None:
+        """Begin to look."""
+        self._cluster = cluster
+        if self._yields:
+            self._workers = [Worker(cluster, engine, YieldRule()) for engine in cluster.lendable]
+        cluster.events.after(FOLLOW_S, self._look)
+
+    def rollouts(self, begins: bool) -> None:
+        """Lend, or take back, all."""
+        for engine in self._cluster.offered:
+            if begins and not engine.is_leased:
+                self._budgets.pop(engine.name, None)
+                if not self._yields:
+                    engine.may_take = None
+                self._cluster.lease(engine)
+            elif not begins:
+                self._cluster.revoke(engine)
+
+    def _look(self) -> None:
+        for worker in self._workers:
+            worker.follow()
+        for engine in self._cluster.lendable if self._cuts_memory else ():
+            serving = engine.serving
+            assert serving is not None
+            is_tight = serving.context_tokens > ROSE_MARK * serving.kv_tokens
+            if is_tight and engine.is_leased and engine.name not in self._budgets:
+                self._cut(engine)
+        self._cluster.events.after(FOLLOW_S, self._look)
+
+    def _cut(self, engine: Engine) -> None:
+        """Halve what an engine's turns hold, until the step ends; those beyond it are aborted and begin anew."""
+        held = [size for _, size in sizes(engine)]
+        budget = self._budgets[engine.name] = int(ROSE_CUT * sum(size.held_tokens for size in held))
+        engine.may_take = lambda: room_for([size for _, size in sizes(engine)], budget, engine.options.turn_tokens_max)
+        names = set(too_many(held, budget))
+        engine.take_back([turn for turn in engine.turns() if str(turn.key) in names], keeps_tokens=False)
+
+
+class Planned(Nobody):
+    """Production's controller at every tick, and its workers' giving way.
+
+    drains: a lease that ends waits for its turns, and none ever leaves in the middle: the ablation without migration.
+    """
+
+    def __init__(self, tick_s: float = 0.5, *, drains: bool = False) -> None:
+        self._tick_s, self._drains = tick_s, drains
+        self._rule = CapacityRule(requires_probe=True)
+        self._census = Census()
+        self._grants: list[Grant] = []
+        self._owed: dict[str, float] = {}
+        self._lends = {f"pool:{POOL}": LendSetting(mode="on")}
+        self._tokens: dict[str, int] = {}
+        self._workers: dict[str, Worker] = {}
+        self._draining: set[str] = set()
+
+    def start(self, cluster: Cluster) -> None:
+        """Begin to tick."""
+        rule = YieldRule(yield_after_s=1e9) if self._drains else YieldRule()
+        self._workers = {engine.name: Worker(cluster, engine, rule) for engine in cluster.lendable}
+        cluster.events.at(0.0, self._tick, cluster)
+        cluster.events.after(FOLLOW_S, self._follow, cluster)
+
+    def _follow(self, cluster: Cluster) -> None:
+        for engine in cluster.lendable:
+            if engine.is_leased or engine.turn_count:
+                self._workers[engine.name].follow()
+            if engine.name in self._draining and not engine.turn_count:
+                self._draining.discard(engine.name)
+                cluster.revoke(engine)
+        cluster.events.after(FOLLOW_S, self._follow, cluster)
+
+    def _tick(self, cluster: Cluster) -> None:
+        now_s = cluster.events.now_s
+        survey = self._survey(cluster, now_s)
+        infos = [info for info, _ in survey.workers.values()]
+        facts = self._census.workers(infos, survey, self._lends, now_s=now_s, wall_ms=survey.wall_ms)
+        runs = [self._census.run(status, now_s) for status in survey.runs.values()]
+        self._owed = capacity.settle(self._owed, self._grants, runs, self._tick_s, self._rule)
+        self._grants = capacity.plan(facts, runs, self._rule)
+        self._census.learn(facts, self._grants, now_s)
+        for grant in self._grants:
+            engine = cluster.by_name[grant.worker_id]
+            is_lent = engine.is_leased and engine.name not in self._draining
+            if grant.slot_count and not engine.is_leased:
+                cluster.lease(engine)
+            elif not grant.slot_count and is_lent and self._drains:
+                engine.is_ready = False
+                self._draining.add(engine.name)
+            elif not grant.slot_count and is_lent:
+                cluster.revoke(engine)
+        cluster.events.after(self._tick_s, self._tick, cluster)
+
+    def _survey(self, cluster: Cluster, now_s: float) -> Survey:
+        """Show the cluster as a reading of the broker would."""
+        queued, running = cluster.counts()
+        status = RunStatus(
+            config=cluster.run,
+            head_version=cluster.head_version,
+            depth=queued,
+            memory_bytes=0,
+            trajectories={"queued": queued, "running": running},
+            turns={"ready": cluster.waiting_count()},
+            groups_waiting=0,
+            dead_count=0,
+            counters={"trajectories_completed": cluster.books.completed, "tokens": cluster.books.kept},
+        )
+        leases = {
+            engine.name: Lease(
+                worker_id=engine.name, run_id=RUN, lease_epoch=1, slot_count=engine.slot_count, lease_until_ms=None
+            )
+            for engine in cluster.engines
+            if engine.is_leased and engine.name not in self._draining
+        }
+        return Survey(
+            workers={engine.name: (self._info(cluster, engine, now_s), 0) for engine in cluster.engines},
+            assignments=dict.fromkeys(leases, RUN),
+            runs={RUN: status},
+            leases={RUN: leases},
+            wall_ms=int(now_s * 1000),
+            now_ms=int(now_s * 1000),
+        )
+
+    def _info(self, cluster: Cluster, engine: Engine, now_s: float) -> WorkerInfo:
+        """Make an engine's heartbeat."""
+        made = engine.token_count - self._tokens.get(engine.name, 0)
+        self._tokens[engine.name] = engine.token_count
+        setup, view = cluster.setup, None
+        if engine.guard is not None:
+            if not engine.turn_count:
+                engine.guard.look(now_s, ONE, is_idle=True)
+            view = engine.guard.view(now_s)
+        return WorkerInfo(
+            worker_id=engine.name,
+            role="dedicated" if view is None else "serving",
+            pid=1,
+            host="simulated",
+            model=MODEL,
+            slot_count=engine.slot_count,
+            running_count=engine.turn_count,
+            run_id=RUN if engine.version >= 0 else None,
+            active_version=engine.version,
+            token_count=engine.token_count,
+            tokens_per_s=made / self._tick_s,
+            state="ready" if engine.is_leased else "asleep",
+            head_version=cluster.head_version,
+            wake_ms=int(1000 * setup.activation_s),
+            stage_ms=int(1000 * setup.fetch_s),
+            pool="" if view is None else POOL if engine in cluster.offered else KEPT,
+            headroom_fraction=view.headroom_fraction if view else None,
+            guard_state=view.state if view else None,
+            open_fraction=view.open_fraction if view else None,
+            probe=view.probe if view else None,
+        )

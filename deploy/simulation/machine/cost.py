@@ -1,0 +1,106 @@
+"""How long an engine's steps take, and what fits into its memory: closed forms fitted to measured operators.
+
+- Step times are those of aiconfigurator 0.12.0's measured operator tables, plus what a CPU adds per step and request;
+  TPOT of measured vLLM servers is within 3 % of them (Qwen3-32B on H100). Prompts are optimistic.
+- Memory: 0.92 of the device, less weights, less 5 GB per GPU for graphs and activations.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
+from ....fabric.contract.errors import ConfigError
+from ....fabric.contract.text import did_you_mean
+from ....fabric.rules.serving.facts import StepWork
+
+MEASURED = ("fixed_ms", "weights_ms", "token_us", "context_us_per_1000", "attention_ns")
+COST_MODEL_ERROR = "TPOT within 3 % of measured vLLM (Qwen3-32B on H100), prefill optimistic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Coefficients of the closed form, for one model on one GPU. Milliseconds, microseconds, nanoseconds."""
+
+    fixed_ms: float
+    weights_ms: float
+    token_us: float
+    context_us_per_1000: float
+    attention_ns: float
+    cpu_step_ms: float = 1.5
+    cpu_sequence_ms: float = 0.05
+
+    def seconds(self, work: StepWork, attention: float) -> float:
+        """Compute the time of one step. attention: pairs of tokens that its prompt chunks attend over."""
+        tokens_ms = 1e-3 * self.token_us * (work.prefill_tokens + work.decode_count)
+        computed_ms = math.sqrt(math.hypot(self.weights_ms**2, tokens_ms**2))  # the longer one, smoothly
+        read_ms = 1e-6 * (self.context_us_per_1000 * work.context_tokens + self.attention_ns * attention)
+        cpu_ms = self.cpu_step_ms + self.cpu_sequence_ms * work.decode_count
+        return 1e-3 * (self.fixed_ms + computed_ms + read_ms + cpu_ms)
+
+    @property
+    def context_s(self) -> float:
+        """Seconds that a step takes longer for each token attended to."""
+        return 1e-9 * self.context_us_per_1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model on so many GPUs of one kind. kv_bytes: of one token, over all of them."""
+
+    cost: StepCost
+    kv_bytes: int
+    weight_gb: float
+
+
+@lru_cache(maxsize=4)
+def models(path: str = "") -> dict[tuple[str, str, int], Model]:
+    """Read models by (name, GPU, GPUs of one instance). path: a table of one's own; "": what is shipped.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        shipped = files(__package__.rpartition(".")[0]).joinpath("data", "step_times.csv")
+        text = Path(path).read_text("utf-8") if path else shipped.read_text("utf-8")
+        return dict(_model(row) for row in csv.DictReader(text.splitlines()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"step times {path}: {error!r}: see deploy/simulation/data/README.md") from error
+
+
+def _model(row: dict[str, str]) -> tuple[tuple[str, str, int], Model]:
+    cost = StepCost(**{name: float(row[name]) for name in MEASURED})
+    model = Model(cost=cost, kv_bytes=int(row["kv_bytes"]), weight_gb=float(row["weight_gb"]))
+    return (row["model"], row["gpu"], int(row["gpus"])), model
+
+
+def model_of(name: str, gpu: str, gpu_count: int, error: float = 1.0, path: str = "") -> Model:
+    """Look a model up. error: factor on its step times, to see what an error of the cost model would change.
+
+    Raises:
+        ConfigError: no step times are known for it.
+    """
+    table = models(path)
+    found = table.get((name, gpu, gpu_count))
+    if found is None:
+        known = [" ".join(map(str, key)) for key in table]
+        wanted = f"{name} {gpu} {gpu_count}"
+        raise ConfigError(f"no step times for {wanted!r} (model, gpu, gpus): {did_you_mean(wanted, known)}")
+    scaled = {each: getattr(found.cost, each) * error for each in StepCost.__slots__}
+    return replace(found, cost=StepCost(**scaled))
+
+
+def kv_room_tokens(model: Model, memory_gb: float, gpu_count: int, beside_gb: float = 0.0) -> int:
+    """Count the tokens of KV cache that fit beside the weights. beside_gb: what another engine takes there.
+
+    Raises:
+        ConfigError: none do.
+    """
+    room_gb = (0.92 * memory_gb - 5.0) * gpu_count - model.weight_gb - beside_gb
+    if room_gb <= 0:
+        raise ConfigError(f"{model.weight_gb:g} GB of weights leave no KV cache on {gpu_count} x {memory_gb:g} GB")
+    return int(room_gb * 1e9 / model.kv_bytes)

@@ -1,0 +1,120 @@
+"""Sums up runs over seeds: means with 95 % bootstrap intervals, and ratios of runs of the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from random import Random
+from typing import Any
+
+from ..cli.printing import Cell, Console, new_table
+from .arms import ARMS
+from .machine.cost import COST_MODEL_ERROR
+from .run import Run
+from .scenario import Scenario
+
+TAG = f"simulated; {COST_MODEL_ERROR}; not validated against real runs"
+RESAMPLE_COUNT = 2000
+BASE = "fixed"
+
+Figure = dict[str, float]  # mean, low, high
+
+
+def figure(values: Sequence[float]) -> Figure:
+    """Return a mean with its 95 % interval: percentiles of the means of resamples, by dice that are always the same."""
+    count, dice = len(values), Random(0)
+    means = sorted(sum(dice.choices(values, k=count)) / count for _ in range(RESAMPLE_COUNT if count > 1 else 1))
+    mean = sum(values) / count
+    low, high = means[int(0.025 * len(means))], means[min(len(means) - 1, int(0.975 * len(means)))]
+    return {"mean": mean, "low": min(low, mean), "high": max(high, mean)}
+
+
+def faster(runs: Sequence[Run], others: Sequence[Run]) -> Figure | None:
+    """Return how many times as fast steps are as others of the same seed; None: there are none."""
+    by_seed = {each.seed: each for each in others}
+    found = [by_seed[each.seed].step_s / each.step_s for each in runs if each.seed in by_seed]
+    return figure(found) if found else None
+
+
+def summary(runs: Sequence[Run], fixed: Sequence[Run]) -> dict[str, Any]:
+    """Sum up one arm over its seeds, for programs."""
+    arm = ARMS[runs[0].arm]
+
+    def mean(of: Callable[[Run], float]) -> Figure:
+        return figure([of(each) for each in runs])
+
+    def of_bound(run: Run) -> float:
+        return sum(run.bounds_s) / sum(step.rollout_s for step in run.steps)
+
+    served = [each.served for each in runs if each.served is not None]
+    return {
+        "text": arm.text,
+        "seeds": [each.seed for each in runs],
+        "step_s": mean(lambda run: run.step_s),
+        "rollout_s": mean(lambda run: run.rollout_s),
+        "over_fixed": faster(runs, fixed),
+        "rollouts_of_bound": None if arm.is_ahead else mean(of_bound),  # steps that overlap have no such bound
+        "tokens_per_s": mean(lambda run: run.tokens / run.span_s),
+        "harvest": mean(lambda run: run.harvest),
+        "harvest_of_oracle": mean(lambda run: run.harvest / run.spare if run.spare else 0.0),
+        "harvested_tokens": mean(lambda run: run.harvested),
+        "wasted_fraction": mean(lambda run: run.wasted / max(1, run.tokens + run.wasted)),
+        "recomputed_tokens": mean(lambda run: run.refilled),
+        "turns_moved": mean(lambda run: run.moved),
+        "served": {
+            name: figure([getattr(each, name) for each in served]) for name in (asdict(served[0]) if served else {})
+        },
+        "simulated_s": sum(each.span_s for each in runs),
+        "cpu_s": round(sum(each.cpu_s for each in runs), 2),
+    }
+
+
+def results(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
+    """Return everything as one object for programs; every figure in it is simulated, but for cpu_s."""
+    by_load = []
+    for load in scenario.serving.loads:
+        arms = {arm: [run for run in runs if run.load == load and run.arm == arm] for arm in scenario.simulation.arms}
+        fixed = arms.get(BASE, [])
+        by_load.append({"load": load, "arms": {name: summary(found, fixed) for name, found in arms.items()}})
+    return {"tag": TAG, "scenario": asdict(scenario), "by_load": by_load}
+
+
+def show_results(found: dict[str, Any]) -> None:
+    """Print a table per load, within 80 columns."""
+    scenario, console = found["scenario"], Console()
+    own, lent = scenario["cluster"]["dedicated"], scenario["cluster"]["serving"]
+    for part in found["by_load"]:
+        columns = ("arm", "step s", "x fixed", "h", "h/H*", "in SLO %", "worst", "P99 ms", "wasted")
+        title = f"{scenario['name']} simulated: {own}+{lent} GPUs, {scenario['work']['kind']}, load {part['load']:g}"
+        table = new_table(*columns, title=title, left=("arm",))
+        for name, row in part["arms"].items():
+            table.add_row(Cell(name), *_cells(row))
+        console.print(table)
+    for note in _notes(found):
+        console.print(note, style="dim", highlight=False)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    served, over = row["served"], row["over_fixed"]
+    slo = ("-", "-", "-")
+    if served:
+        tails = f"{served['ttft_ms_p99']['mean']:.0f}/{served['tpot_ms_p99']['mean']:.0f}"
+        slo = (f"{100 * served['attained']['mean']:.2f}", f"{100 * served['worst_minute']['mean']:.0f}", tails)
+    return [
+        f"{row['step_s']['mean']:.0f}",
+        f"{over['mean']:.2f} {over['low']:.2f}-{over['high']:.2f}" if over else "-",
+        f"{row['harvest']['mean']:.2f}",
+        f"{row['harvest_of_oracle']['mean']:.2f}",
+        *slo,
+        f"{100 * row['wasted_fraction']['mean']:.1f}",
+    ]
+
+
+def _notes(found: dict[str, Any]) -> list[str]:
+    seeds = found["scenario"]["simulation"]["seeds"]
+    return [
+        f"All figures are {found['tag']}.",
+        f"x fixed: speed of a step over dedicated GPUs alone, with its 95 % interval (bootstrap, {len(seeds)} seeds).",
+        "h: of the time of the GPUs that serve, computed for rollouts, training included; H*: the oracle's.",
+        "in SLO: serving requests within TTFT and TPOT; worst: of the worst minute; P99: TTFT/TPOT.",
+    ]

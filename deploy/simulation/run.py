@@ -1,0 +1,271 @@
+"""One arm on one seed of a scenario at one load: build, run, check, sum up."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ...fabric.contract.errors import FabricError
+from ...fabric.rules.serving.facts import Slo
+from ..replay.records import Arrival
+from ..replay.scale import at_rate
+from ..replay.traces import Part, read_trace
+from .arms import ARMS, Arm
+from .bound import rollout_bound_s, spare
+from .cluster import Cluster, Setup
+from .machine.books import Broken
+from .machine.cost import Model, kv_room_tokens, model_of
+from .machine.serving import Served, served
+from .machine.workload import KINDS, StepPlan, draw_step
+from .scenario import Scenario
+from .training import StepTimes, Trainer
+
+LOAD_S_MAX = 3400.0  # of a trace; it is repeated
+ATTAINED_MIN = 0.99  # the bound is on what keeps the SLO: an arm that breaks it may have more
+TOLERANCE = 0.02  # above a bound: steps scatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What came of it. steps: without the first of an arm that runs ahead, which only fills.
+
+    span_s: simulated seconds. bounds_s: the least that each step's rollouts could take; cpu_s: what simulating took.
+    harvest: of the time of the GPUs that serve, in which rollouts computed; spare: in which they could have, at most.
+    """
+
+    arm: str
+    seed: int
+    load: float
+    steps: tuple[StepTimes, ...]
+    served: Served | None
+    span_s: float
+    harvest: float
+    spare: float
+    tokens: int
+    harvested: int
+    wasted: int
+    prefilled: int
+    refilled: int
+    moved: int
+    turns: int
+    bounds_s: tuple[float, ...]
+    events: int
+    cpu_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The mean step."""
+        return sum(each.step_s for each in self.steps) / len(self.steps)
+
+    @property
+    def rollout_s(self) -> float:
+        """The mean rollouts of a step."""
+        return sum(each.rollout_s for each in self.steps) / len(self.steps)
+
+
+def load_of(scenario: Scenario, load: float, seed: int) -> tuple[list[Arrival], float]:
+    """Return the serving load of all instances together, and how long it lasts before it repeats.
+
+    Raises:
+        ConfigError, InputError: the trace cannot be had.
+    """
+    rate_per_s = load * scenario.serving.capacity_per_s * scenario.instances[1]
+    if not rate_per_s:
+        return [], 1.0
+    trace = _trace(scenario.serving.trace)
+    span_s = max(1.0, min(trace[-1].at_s, LOAD_S_MAX))
+    whole = [each for each in trace if each.at_s < span_s]
+    return at_rate(whole, rate_per_s, span_s=span_s, seed=seed), span_s
+
+
+@lru_cache(maxsize=2)
+def _trace(name: str) -> list[Arrival]:
+    return read_trace(name, Part()).arrivals
+
+
+def _model(scenario: Scenario, name: str) -> Model:
+    cluster = scenario.cluster
+    error = scenario.simulation.cost_error
+    return model_of(name, cluster.gpu, cluster.gpus_per_instance, error, cluster.step_times)
+
+
+def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
+    """Make the setup of an arm.
+
+    Raises:
+        ConfigError, InputError: the models are not known, or do not fit, or the trace cannot be had.
+    """
+    cluster, serving = scenario.cluster, scenario.serving
+    gpus = cluster.gpus_per_instance
+    rollout, other = (_model(scenario, name) for name in (cluster.model, serving.model))
+    own, lendable = scenario.instances
+    handed = scenario.static_count(load) if arm.is_static else 0
+    both_gb = kv_room_tokens(rollout, cluster.memory_gb, gpus, other.weight_gb) * rollout.kv_bytes / 1e9
+    arrivals, load_s = load_of(scenario, load, seed)
+    offered = (serving.offered if serving.offered >= 0 else None) if arm.lends else 0
+    return Setup(
+        rollout=rollout,
+        serving=other,
+        dedicated=own + handed,
+        lendable=lendable - handed,
+        slot_count=cluster.slots,
+        kv_dedicated=kv_room_tokens(rollout, cluster.memory_gb, gpus),
+        kv_lent=int(both_gb * (1 - serving.kv_share) * 1e9 / rollout.kv_bytes),
+        kv_serving=int(both_gb * serving.kv_share * 1e9 / other.kv_bytes),
+        turn_tokens_max=KINDS[scenario.work.kind].turn_tokens_max,
+        load=arrivals,
+        load_s=load_s,
+        ttft_ms=serving.ttft_ms,
+        tpot_ms=serving.tpot_ms,
+        activation_s=scenario.trainer.activation_s,
+        fetch_s=scenario.trainer.transfer_s,
+        noise=scenario.simulation.noise,
+        seed=seed,
+        places=arm.places,
+        offered=offered,
+        lent_places=arm.lent_places,
+        keeps_tokens=arm.keeps_tokens,
+        policy=arm.policy,
+        serving_chunk=arm.serving_chunk,
+    )
+
+
+def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int) -> Run:
+    """Simulate a scenario's steps.
+
+    Raises:
+        ConfigError, InputError: it cannot be simulated.
+        FabricError: it did not end within the scenario's hours.
+        Broken: an invariant does not hold: there are no figures then.
+    """
+    began = time.process_time()
+    arm, work = ARMS[arm_name], scenario.work
+    cluster = Cluster(setup_of(scenario, arm, load, seed))
+    lender = arm.lender()
+    plans: list[StepPlan] = []
+
+    def draw(step: int) -> StepPlan:
+        plan = draw_step(
+            work.kind,
+            seed=seed,
+            step=step,
+            groups=work.groups,
+            group_size=work.group_size,
+            oversample=work.oversample,
+        )
+        plans.append(plan)
+        return plan
+
+    trainer = Trainer(
+        cluster=cluster,
+        draw=draw,
+        step_count=work.steps + arm.is_ahead,
+        train_s=scenario.trainer.train_s,
+        transfer_s=scenario.trainer.transfer_s,
+        is_ahead=arm.is_ahead,
+        on_rollouts=lender.rollouts,
+    )
+    trainer.start()
+    lender.start(cluster)
+    limit_s = scenario.simulation.hours_max * 3600
+    cluster.events.run(lambda: trainer.is_over, limit_s)
+    cluster.check()
+    if not trainer.is_over:
+        raise FabricError(
+            f"arm {arm_name} did {len(trainer.steps)} of {work.steps} steps in {limit_s / 3600:g} simulated "
+            "hours: give it fewer trajectories, more GPUs, or a higher [simulation] hours_max"
+        )
+    steps = trainer.steps[1:] if arm.is_ahead else trainer.steps
+    cpu_s = time.process_time() - began
+    done = plans[int(arm.is_ahead) :][: len(steps)]
+    spare_gpus = _spare_gpus(scenario, load, seed, cluster.setup.lendable)
+    run = _summed(cluster, (arm_name, load), steps, done, spare_gpus, cpu_s)
+    check_bounds(run, arm)
+    return run
+
+
+def check_bounds(run: Run, arm: Arm) -> None:
+    """Refuse what cannot be: latencies below 0, and more than the oracle's harvest or speed with the SLO kept.
+
+    Raises:
+        Broken: it is so.
+    """
+    if run.served is not None and min(run.served.ttft_ms_p50, run.served.tpot_ms_p50) < 0:
+        raise Broken(f"{run.arm}: latencies below 0")
+    if run.served is not None and run.served.attained < ATTAINED_MIN:
+        return
+    if run.harvest > run.spare + TOLERANCE:
+        raise Broken(
+            f"{run.arm} harvests {run.harvest:.3f} of the GPUs that serve, and {run.spare:.3f} is all there is"
+        )
+    for step, bound_s in zip(run.steps, run.bounds_s, strict=True):
+        if not (arm.is_ahead or arm.is_static) and step.rollout_s < bound_s * (1 - TOLERANCE):
+            raise Broken(f"{run.arm} rolls out in {step.rollout_s:.1f} s, less than the bound of {bound_s:.1f} s")
+
+
+def _summed(
+    cluster: Cluster,
+    run: tuple[str, float],
+    steps: Sequence[StepTimes],
+    plans: Sequence[StepPlan],
+    spare_gpus: Sequence[float],
+    cpu_s: float,
+) -> Run:
+    setup, books = cluster.setup, cluster.books
+    requests = [each for engine in cluster.lendable if engine.serving for each in engine.serving.requests]
+    now_s = cluster.events.now_s
+    harvested_s = sum(engine.rollout_s for engine in cluster.lendable)
+    cluster.drain()
+    cluster.check()
+    lent_s = len(cluster.lendable) * now_s
+    seconds = range(math.ceil(now_s))
+    spare_s = sum(spare_gpus[second % len(spare_gpus)] for second in seconds)
+    return Run(
+        arm=run[0],
+        seed=setup.seed,
+        load=run[1],
+        steps=tuple(steps),
+        served=served(requests, Slo(ttft_ms=setup.ttft_ms, tpot_ms=setup.tpot_ms), cluster.events.now_s),
+        span_s=now_s,
+        harvest=harvested_s / lent_s if lent_s else 0.0,
+        spare=spare_s / len(seconds) / setup.lendable if setup.lendable else 0.0,
+        tokens=books.kept,
+        harvested=books.harvested,
+        wasted=books.wasted,
+        prefilled=books.prefilled,
+        refilled=books.refilled,
+        moved=books.moved_count,
+        turns=books.turn_count,
+        bounds_s=tuple(_bounds(setup, plans, steps, spare_gpus)),
+        events=cluster.events.count,
+        cpu_s=cpu_s,
+    )
+
+
+@lru_cache(maxsize=8)
+def _spare_gpus(scenario: Scenario, load: float, seed: int, lendable: int) -> list[float]:
+    """Compute what rollouts could have of all lendable instances together, by second of the load."""
+    arrivals, load_s = load_of(scenario, load, seed)
+    if not (arrivals and lendable):
+        return [float(lendable)]
+    serving = scenario.serving
+    cost = _model(scenario, serving.model).cost
+    rows = [spare(arrivals[index::lendable], load_s, cost, serving.tpot_ms / 1000) for index in range(lendable)]
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def _bounds(
+    setup: Setup, plans: Sequence[StepPlan], steps: Sequence[StepTimes], spare_gpus: Sequence[float]
+) -> list[float]:
+    """Bound the rollouts of each step that was done, on all GPUs of the arm."""
+    found = []
+    for plan, step in zip(plans, steps, strict=True):
+        first = int(step.began_s) % len(spare_gpus)
+        gpus = [*spare_gpus[first:], *spare_gpus[:first]]
+        found.append(
+            rollout_bound_s(plan, setup.rollout.cost, slot_count=setup.slot_count, own=setup.dedicated, spare_gpus=gpus)
+        )
+    return found

@@ -1,0 +1,95 @@
+"""The trainer's side: what a step waits for.
+
+- Synchronous: rollouts, then training, then weights; the next step's rollouts begin with them.
+- One step ahead: while a step is trained the next one's rollouts run, with weights that are one version older at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .cluster import Cluster
+from .machine.workload import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """A step that is over, in seconds: from its beginning to its successor's; its rollouts alone. at_s: its end."""
+
+    step_s: float
+    rollout_s: float
+    began_s: float
+    at_s: float
+
+
+@dataclass
+class Trainer:
+    """Runs steps until enough are done. on_rollouts: told when rollouts begin (True) and end."""
+
+    cluster: Cluster
+    draw: Callable[[int], StepPlan]
+    step_count: int
+    train_s: float
+    transfer_s: float
+    is_ahead: bool = False
+    on_rollouts: Callable[[bool], None] = lambda begins: None
+    steps: list[StepTimes] = field(default_factory=list)
+    _drawn: int = 0
+    _trained: int = 0
+    _rolled: int = 0
+    _is_training: bool = False
+    _waiting: list[tuple[float, float]] = field(default_factory=list)  # rolled and not trained: began, ended
+    _last_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done."""
+        return len(self.steps) >= self.step_count
+
+    def start(self) -> None:
+        """Begin the first step."""
+        self.cluster.events.at(0.0, self._begin)
+
+    def _begin(self) -> None:
+        plan = self.draw(self._drawn)
+        self._drawn += 1
+        began_s = self.cluster.events.now_s
+        self.on_rollouts(True)
+        self.cluster.submit(plan, lambda: self._rolled_out(began_s))
+
+    def _rolled_out(self, began_s: float) -> None:
+        self.on_rollouts(False)
+        self._rolled += 1
+        self._waiting.append((began_s, self.cluster.events.now_s))
+        self._train()
+        if self.is_ahead:
+            self._go_ahead()
+
+    def _go_ahead(self) -> None:
+        """Begin the next rollouts, unless they would be more than one version behind."""
+        if self._rolled == self._drawn and self._drawn - self._trained <= 1:
+            self._begin()
+
+    def _train(self) -> None:
+        if not self._is_training and self._waiting:
+            self._is_training = True
+            self.cluster.events.after(self.train_s + self.transfer_s, self._publish)
+
+    def _publish(self) -> None:
+        began_s, rolled_s = self._waiting.pop(0)
+        now_s = self.cluster.events.now_s
+        self._is_training = False
+        self._trained += 1
+        self.cluster.publish()
+        self.steps.append(
+            StepTimes(step_s=now_s - self._last_s, rollout_s=rolled_s - began_s, began_s=began_s, at_s=now_s)
+        )
+        self._last_s = now_s
+        if self.is_over:
+            return
+        self._train()
+        if self.is_ahead:
+            self._go_ahead()
+        else:
+            self._begin()

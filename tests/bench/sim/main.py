@@ -1,0 +1,104 @@
+"""`rollfab bench sim`: the shipped scenarios of the simulated cluster, whole, and how fast it is simulated.
+
+- Every figure but the simulator's own speed is simulated, and says so.
+- A run that breaks an invariant gives no figures: the bench fails. What ours misses of its criteria is listed, no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollfab.deploy.replay.figures import Report, number, show
+from rollfab.deploy.simulation.command import chosen, run_all
+from rollfab.deploy.simulation.report import TAG, results
+from rollfab.deploy.simulation.run import simulate
+from rollfab.deploy.simulation.scenario import SAMPLES, read_scenario
+from tests.bench.measure import run_bench
+
+LOSS_MAX = 0.002  # of attainment against dedicated GPUs alone
+SLOWER_MAX = 1.02  # than dedicated GPUs alone
+OF_ORACLE = {0.1: 0.93, 0.25: 0.93, 0.5: 0.80}  # by load: what of the oracle's harvest ours should have (s10)
+WORST_MINUTE_MIN, WASTED_MAX = 0.95, 0.02
+OURS = ("ours", "ours-few")
+SEED_COUNT = 3
+
+
+def bench_sim(*, quick: bool, json_output: bool) -> int:
+    """Simulate the scenarios (quick: the smallest) and print; returns the exit code."""
+    return run_bench(lambda: measure(("s0",) if quick else SAMPLES), _print_table, json_output=json_output)
+
+
+def measure(names: Sequence[str]) -> Report:
+    """Simulate scenarios, and one hour of 112 GPUs."""
+    found: dict[str, Any] = {}
+    for name in names:
+        scenario, began = chosen(read_scenario(name), "", SEED_COUNT), time.perf_counter()
+        found[name] = results(scenario, run_all(scenario))
+        found[name]["wall_s"] = round(time.perf_counter() - began, 1)
+    return Report(
+        name="sim",
+        params={"tag": TAG, "scenarios": list(names)},
+        results={"tag": TAG, "hour_of_112_gpus": speed(), "misses": misses(found), "scenarios": found},
+        baselines={},
+        ratio={},
+    )
+
+
+def speed() -> dict[str, Any]:
+    """Tell the seconds that simulating an hour of 112 GPUs takes (28 instances of four), by arm."""
+    scenario = read_scenario("s2")
+    scenario = replace(scenario, work=replace(scenario.work, steps=1))
+    found = {}
+    for arm in ("fixed", "ours"):
+        run = simulate(scenario, arm, load=0.25, seed=0)
+        found[arm] = {"cpu_s_per_hour": round(run.cpu_s * 3600 / run.span_s, 1), "simulated_s": round(run.span_s)}
+    return found
+
+
+def misses(found: dict[str, Any]) -> list[str]:
+    """List where ours is worse than its criteria, by scenario and load."""
+    said = []
+    for name, result in found.items():
+        for part in result["by_load"]:
+            for arm in (each for each in OURS if each in part["arms"]):
+                where = f"{name}, load {part['load']:g}, {arm}"
+                said += [f"{where}: {text}" for text in _misses(name, part, part["arms"][arm])]
+    return said
+
+
+def _misses(name: str, part: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    said, fixed = [], part["arms"]["fixed"]
+    if row["over_fixed"]["mean"] < 1 / SLOWER_MAX:
+        said.append(f"steps are {row['over_fixed']['mean']:.2f} times as fast as on dedicated GPUs alone")
+    if row["served"]:
+        lost = fixed["served"]["attained"]["mean"] - row["served"]["attained"]["mean"]
+        if lost > LOSS_MAX:
+            said.append(f"{100 * lost:.2f} points of attainment lost")
+        if row["served"]["worst_minute"]["mean"] < WORST_MINUTE_MIN <= fixed["served"]["worst_minute"]["mean"]:
+            said.append(f"{row['served']['worst_minute']['mean']:.3f} attained in the worst minute")
+    if row["wasted_fraction"]["mean"] > WASTED_MAX:
+        said.append(f"{row['wasted_fraction']['mean']:.1%} of tokens wasted")
+    least = OF_ORACLE.get(part["load"]) if name == "s10" else None
+    if least is not None and row["harvest_of_oracle"]["mean"] < least:
+        said.append(f"{row['harvest_of_oracle']['mean']:.2f} of the oracle's harvest, {least:.2f} wanted")
+    return said
+
+
+def _print_table(report: Report) -> None:
+    found = report.results
+    rows = []
+    for name, result in found["scenarios"].items():
+        for part in result["by_load"]:
+            for arm, row in part["arms"].items():
+                over, served = row["over_fixed"], row["served"]
+                attained = f"{100 * served['attained']['mean']:.2f}" if served else "-"
+                times = f"{over['mean']:.2f} ({over['low']:.2f} to {over['high']:.2f})"
+                harvest = f"{row['harvest_of_oracle']['mean']:.2f}"
+                where = f"{name} {part['load']:g} {arm}"
+                rows.append([where, number(row["step_s"]["mean"]), times, harvest, attained])
+    hours = ", ".join(f"{arm} {row['cpu_s_per_hour']:g} s" for arm, row in found["hour_of_112_gpus"].items())
+    notes = [f"CPU seconds for a simulated hour of 112 GPUs: {hours}", *(f"missed: {each}" for each in found["misses"])]
+    show(f"the cluster: {TAG}", ("scenario load arm", "step s", "x fixed", "h/H*", "in SLO %"), rows, notes)

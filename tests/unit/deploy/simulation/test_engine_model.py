@@ -1,0 +1,166 @@
+"""The simulated engine: macro steps against single ones, tokens and time that add up, whatever comes in between."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollfab.deploy.replay.scale import at_rate, window
+from rollfab.deploy.replay.traces import load_trace
+from rollfab.deploy.simulation.machine.books import Broken
+from rollfab.deploy.simulation.machine.cost import model_of
+from rollfab.deploy.simulation.machine.events import Events
+from rollfab.deploy.simulation.machine.serving import ServingSide, served
+from rollfab.deploy.simulation.machine.turns import Turn
+from rollfab.fabric.rules.serving.facts import Slo, StepWork
+from tests.bench.coserve.sim.arms import Unguarded
+from tests.bench.coserve.sim.world import World, simulate
+from tests.support.simulated import COST, Lone
+
+CHUNK = 2048
+WARM_S = 8.0  # until prompts are read
+Sizes = list[tuple[int, int]]
+SIZES = st.lists(st.tuples(st.integers(1, 9000), st.integers(1, 1500)), min_size=1, max_size=4)
+
+
+def by_single_steps(sizes: Sizes) -> list[float]:
+    """When each turn ends, one step at a time: written down without the engine's stretches and heaps.
+
+    The first turn's first step has begun when the others come.
+    """
+    now_s, left = 0.0, [prompt for prompt, _ in sizes]
+    made, ends = [0] * len(sizes), [0.0] * len(sizes)
+    while any(made[n] < output for n, (_, output) in enumerate(sizes)):
+        decoding = [n for n, (_, output) in enumerate(sizes) if not left[n] and made[n] < output]
+        context = sum(sizes[n][0] - left[n] + made[n] for n in range(len(sizes)) if made[n] < sizes[n][1])
+        room, attention, prefill, begun = max(16, CHUNK - len(decoding)), 0.0, 0, []
+        for n in [n for n in range(len(sizes) if now_s else 1) if left[n]]:
+            part = min(room - prefill, left[n])
+            if part <= 0:
+                break
+            attention += part * (sizes[n][0] - left[n] + part / 2)
+            left[n] -= part
+            prefill += part
+            if not left[n]:
+                begun.append(n)
+        work = StepWork(prefill_tokens=prefill, decode_count=len(decoding), context_tokens=context)
+        now_s += COST.seconds(work, attention)
+        for n in [*decoding, *begun]:
+            made[n] += 1
+            ends[n] = now_s
+    return ends
+
+
+@settings(max_examples=40, deadline=None)
+@given(SIZES)
+def test_macro_steps_end_turns_when_single_steps_do(sizes: Sizes) -> None:
+    world = Lone()
+    for number, (prompt, output) in enumerate(sizes):
+        world.engine.begin(world.turn(number, prompt, output))
+    world.run()
+
+    expected = by_single_steps(sizes)
+    for (number, _), (end_s, made) in world.ended.items():
+        assert made == sizes[number][1]
+        assert end_s == pytest.approx(expected[number], rel=0.03)  # chunks of one prompt count alike
+    assert len(world.ended) == len(sizes)
+
+
+Timed = list[tuple[int, int, float, float]]  # prompt, output, when it comes, when it is taken back
+TIMED = st.lists(
+    st.tuples(st.integers(1, 6000), st.integers(1, 800), st.floats(0, 8), st.floats(0, 12)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TIMED, st.booleans())
+def test_no_token_and_no_second_is_lost_whoever_comes_and_goes(turns: Timed, keeps_tokens: bool) -> None:
+    world = Lone()
+    taken: list[Turn] = []
+
+    def take(turn: Turn) -> None:
+        if turn.engine and turn not in taken:
+            taken.append(turn)
+            world.engine.take_back([turn], keeps_tokens=keeps_tokens)
+
+    for number, (prompt, output, at_s, back_s) in enumerate(turns):
+        turn = world.turn(number, prompt, output)
+        world.events.at(at_s, world.engine.begin, turn)
+        world.events.at(back_s, take, turn)
+    world.run()
+
+    assert {each.key for each in world.back}.isdisjoint(world.ended)
+    assert len(world.ended) + len(world.back) == len(turns)
+    assert keeps_tokens or all(not each.made for each in world.back)
+    world.books.check(sum(each.made for each in world.back))
+    world.engine.check_time()
+    assert world.engine.kv_reserved == 0 and not world.engine.turn_count
+
+
+def test_a_full_batch_makes_more_tokens_a_second_than_one_turn_but_each_is_slower() -> None:
+    alone, full = Lone(), Lone()
+    alone.engine.begin(alone.turn(0, 500, 400))
+    for number in range(4):
+        full.engine.begin(full.turn(number, 500, 400))
+    alone.run()
+    full.run()
+
+    assert alone.ended[0, 0][0] < full.ended[0, 0][0] < 4 * alone.ended[0, 0][0]
+
+
+def test_a_shared_gpu_is_as_one_simulated_step_by_step() -> None:
+    """The bench of one GPU has engines of its own, which do each step by itself."""
+    span_s = 75.0
+    load = at_rate(window(load_trace("azure-conv"), 0.0, span_s), 9.0, span_s=span_s, seed=0)
+    by_steps = simulate(load, span_s, Unguarded(), World(noise=0.0, is_paced=False))
+
+    world = Lone(slots=16, serving=ServingSide(model_of("Qwen2.5-7B", "h100", 1).cost, 400_000))
+    for number in range(16):
+        world.engine.begin(world.turn(number, 7100, 1_000_000))  # 8,192 tokens of context, in the mean
+    for each in load:
+        world.events.at(WARM_S + each.at_s, world.engine.arrive, each.prompt_tokens, each.completion_tokens)
+    world.events.at(WARM_S - 0.1, world.engine.wake)  # what is under way is counted when it ends
+    world.run(WARM_S)
+    before_s = world.engine.rollout_s
+    world.run(WARM_S + span_s)
+    share = (world.engine.rollout_s - before_s) / span_s
+    world.run(WARM_S + 2 * span_s)
+    assert world.engine.serving is not None
+    ours = served(world.engine.serving.requests, Slo(ttft_ms=500.0, tpot_ms=150.0), WARM_S + 2 * span_s)
+
+    assert ours is not None
+    assert share == pytest.approx(by_steps.harvest, rel=0.1)
+    assert ours.tpot_ms_p50 == pytest.approx(by_steps.tpot_ms_p50, rel=0.1)
+    assert ours.tpot_ms_p99 == pytest.approx(by_steps.tpot_ms_p99, rel=0.15)
+    assert ours.ttft_ms_p99 == pytest.approx(by_steps.ttft_ms_p99, rel=0.15)
+
+
+def test_a_context_that_is_cached_is_not_read_again() -> None:
+    world = Lone()
+    first = world.turn(0, 8000, 10)
+    world.engine.begin(first)
+    world.run()
+    read = world.books.prefilled
+
+    world.engine.begin(Turn(first.trajectory, 1, 8010 + 100, 100, 10))
+    world.run()
+
+    assert read == 8000
+    assert world.books.prefilled - read == 100  # what the environment added
+    assert world.books.refilled == 0
+
+
+def test_an_engine_gets_no_more_turns_than_it_has_slots() -> None:
+    world = Lone(slots=1)
+    world.engine.begin(world.turn(0, 100, 10))
+    assert not world.engine.can_take(world.turn(1, 100, 10))
+    with pytest.raises(Broken, match="no free slot"):
+        world.engine.begin(world.turn(1, 100, 10))
+
+
+def test_time_never_runs_backwards() -> None:
+    events = Events()
+    events.at(5.0, lambda: events.at(4.0, lambda: None))
+    with pytest.raises(Broken, match="backwards"):
+        events.run(lambda: False, 10.0)

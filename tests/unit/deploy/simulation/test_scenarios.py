@@ -1,0 +1,148 @@
+"""Scenarios are read strictly, what is shown says that it is simulated, and intervals hold what they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from rollfab.deploy.main import app
+from rollfab.deploy.replay.records import Arrival
+from rollfab.deploy.simulation.bound import spare
+from rollfab.deploy.simulation.machine.cost import model_of
+from rollfab.deploy.simulation.machine.workload import draw_step
+from rollfab.deploy.simulation.plan import choose
+from rollfab.deploy.simulation.report import figure
+from rollfab.deploy.simulation.scenario import SAMPLES, read_scenario
+from rollfab.fabric.contract.errors import ConfigError
+from rollfab.fabric.rules.serving.facts import StepWork
+
+
+def written(path: Path, text: str) -> Path:
+    path = path / "mine.toml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_is_shipped_can_be_read(name: str) -> None:
+    assert read_scenario(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[cluster]\ngpu_count = 3", "no setting gpu_count"),
+        ("[clster]\n", "clster is no part"),
+        ("[cluster]\ndedicated = 0", "dedicated is 0: expected 1 to"),
+        ("[cluster]\ndedicated = 'two'", "expected a whole number"),
+        ("[serving]\nloads = [2.0]", "loads (2.0,)"),
+        ("[serving]\nloads = []", "expected a list"),
+        ("[work]\nkind = 'chess'", "kind 'chess'"),
+        ("[simulation]\narms = ['roses']", "arms has no 'roses'"),
+        ("[cluster]\ngpus_per_instance = 4\ndedicated = 6", "no whole number"),
+        ("[cluster", "is no TOML"),
+    ],
+)
+def test_a_scenario_that_cannot_be_meant_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_scenario(written(tmp_path, text))
+    assert told in str(refused.value)
+
+
+TINY = """
+[cluster]
+dedicated = 1
+serving = 1
+[work]
+groups = 2
+group_size = 2
+steps = 1
+[simulation]
+arms = ["fixed", "ours"]
+seeds = [0, 1]
+"""
+
+
+def test_a_table_of_step_times_of_ones_own(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.csv"
+    mine.write_text(
+        "model,gpu,gpus,kv_bytes,weight_gb,fixed_ms,weights_ms,token_us,context_us_per_1000,attention_ns\n"
+        "mine,cpu,1,1000,1,20,0,0,0,0\n"
+    )
+    found = model_of("mine", "cpu", 1, path=str(mine))
+    assert found.cost.seconds(StepWork(decode_count=1), 0.0) == pytest.approx(0.02155)  # and what a CPU adds
+    with pytest.raises(ConfigError, match="no step times for 'mine h100 1'"):
+        model_of("mine", "h100", 1, path=str(mine))
+    with pytest.raises(ConfigError, match="README"):
+        model_of("mine", "cpu", 1, path=str(tmp_path / "none.csv"))
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_whatever_is_shown_says_that_it_is_simulated(tmp_path: Path, words: list[str]) -> None:
+    shown = CliRunner().invoke(app, ["sim", str(written(tmp_path, TINY)), *words], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.output
+    assert "simulated" in shown.output and "not validated against real runs" in shown.output
+    if words:
+        found: dict[str, Any] = orjson.loads(shown.output)
+        assert found["tag"].startswith("simulated")
+        assert found["by_load"][0]["arms"]["fixed"]["over_fixed"]["mean"] == 1.0
+    else:
+        table = shown.output.partition("All figures")[0]
+        assert max(map(len, table.splitlines())) <= 80
+        assert "…" not in table
+
+
+def test_a_plan_borrows_only_what_makes_steps_faster_and_keeps_the_promise() -> None:
+    def row(gpus: int, step_s: float, lost: float = 0.0) -> dict[str, Any]:
+        return {"gpus_lent": gpus, "step_s": {"mean": step_s}, "lost": lost}
+
+    assert choose([row(0, 100.0), row(4, 90.0), row(8, 89.5)])["gpus_lent"] == 4  # the last four gain too little
+    assert choose([row(0, 100.0), row(4, 90.0), row(8, 60.0, lost=0.01)])["gpus_lent"] == 4
+    assert choose([row(0, 100.0), row(4, 99.0)])["gpus_lent"] == 0
+
+
+def test_a_plan_lends_no_more_than_it_says(tmp_path: Path) -> None:
+    many = TINY.replace("groups = 2", "groups = 12")  # enough that the benefit gate lends
+    shown = CliRunner().invoke(app, ["plan", str(written(tmp_path, many)), "--seeds", "1", "--json"])
+    assert shown.exit_code == 0, shown.output
+    found = orjson.loads(shown.output)
+    assert [row["gpus_lent"] for row in found["rows"]] == [0, 1]
+    assert found["rows"][0]["harvested_tokens"]["mean"] == 0 < found["rows"][1]["harvested_tokens"]["mean"]
+    assert found["tag"].startswith("simulated")
+
+
+def test_an_unknown_arm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--arms has no 'our'"):
+        CliRunner().invoke(app, ["sim", "s0", "--arms", "our"], catch_exceptions=False)
+
+
+def test_an_interval_holds_the_mean_of_most_samples_and_a_single_value_has_none() -> None:
+    dice, held = Random(1), 0
+    for _ in range(60):
+        found = figure([dice.gauss(10.0, 1.0) for _ in range(20)])
+        held += found["low"] <= 10.0 <= found["high"]
+    assert held >= 50  # of 60, 57 in the mean; percentile intervals of 20 are a little narrow
+    assert figure([3.0]) == {"mean": 3.0, "low": 3.0, "high": 3.0}
+
+
+def test_the_oracle_leaves_what_prompts_and_paced_decodes_do_not_need() -> None:
+    cost = model_of("Qwen2.5-7B", "h100", 1).cost
+    assert spare([], 3.0, cost, 0.15) == [1.0, 1.0, 1.0]
+    busy = spare([Arrival(at_s=0.5, prompt_tokens=2000, completion_tokens=20)], 5.0, cost, 0.15)
+    assert busy[0] == pytest.approx(
+        1 - 1e-6 * cost.token_us * 2000, abs=0.03
+    )  # the prompt, and half a second of decodes
+    assert busy[4] == 1.0  # 19 tokens at 0.15 s are over
+    assert all(0 <= each <= 1 for each in busy)
+
+
+def test_the_same_seed_and_step_draw_the_same_work_and_dapo_draws_more() -> None:
+    one, same, other = (draw_step("alfworld", seed=s, step=0, groups=2, group_size=4) for s in (0, 0, 1))
+    assert one == same != other
+    dapo = draw_step("reasoning", seed=3, step=0, groups=4, group_size=2, oversample=5.7)
+    assert len(dapo.groups) > dapo.needed == len(dapo.kept) == 4
