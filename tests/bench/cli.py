@@ -226,6 +226,14 @@ def witness(
     run_witness(need_url(url), name, role=role, slot_count=slots, directory=directory)
 
 
+@app.command("paced", hidden=True)
+def paced(slots: Annotated[int, typer.Option()], step: Annotated[float, typer.Option()], url: Url = None) -> None:
+    """A rollout worker whose engine makes a step in a fixed time."""
+    from .evaluation.worker import run_paced
+
+    run_paced(need_url(url), slot_count=slots, step_s=step)
+
+
 @app.command("trainer", hidden=True)
 def trainer(
     directory: Annotated[Path, typer.Option()],

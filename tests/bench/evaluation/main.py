@@ -1,10 +1,12 @@
 """`rollfab bench evaluation`: what an evaluation beside training costs the training's groups, at equal capacity.
 
-Both are fed all along. Arms, by turns, each for some seconds in which it has settled:
+Both are fed all along, with twice as many trajectories as a worker has slots. Workers are paced (worker.py): a step
+takes STEP_S, whatever else the machine does, so what is measured is who gets the slots, and not who gets the cores.
+Arms, by turns, each for some seconds in which it has settled:
 
 - `alone`: training, in a fabric with one worker.
 - `elsewhere`: the same, while an evaluation runs in another fabric with a worker of its own. What it costs is the
-  machine's: two workers compute on it. It is the floor.
+  machine's: it is the floor, and near `alone` where the machine keeps the pace.
 - `beside`: both in one fabric with two workers, as two runs of equal weight.
 
 A delay is how much longer the mean group of training takes than in `elsewhere` of the same turn; reported is the median
@@ -32,10 +34,12 @@ from tests.bench.lively import lively_weights
 from tests.bench.measure import Figure, alternate, run_bench
 
 METRONOME = "metronome=tests.bench.worlds:Metronome"
-OPTIONS = {"turn_count": 4, "completion_tokens": 24, "observation_tokens": 16}
-GROUP_SIZE, GROUPS_AHEAD = 4, 8  # 32 trajectories under way, of as many turns as a worker has slots
-SLOTS = "32"
+OPTIONS = {"turn_count": 2, "completion_tokens": 8, "observation_tokens": 16}
+GROUP_SIZE, GROUPS_AHEAD = 4, 8  # 32 trajectories under way
+SLOT_COUNT = 16  # of a worker
+STEP_S = 0.08
 START_S = 120.0
+END_S = 60.0  # for what is under way at the end
 LOOK_S = 0.5
 GOAL = 0.02
 
@@ -49,7 +53,7 @@ class Settings:
     window_s: float
 
 
-FULL = Settings(round_count=7, settle_s=5.0, window_s=15.0)
+FULL = Settings(round_count=7, settle_s=5.0, window_s=45.0)
 QUICK = Settings(round_count=1, settle_s=4.0, window_s=4.0)
 
 
@@ -67,7 +71,8 @@ class Feed:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let what is under way come to its end."""
+        """Let what is under way come to its end, if it does."""
+        self._left_s = time.monotonic() + END_S
         self._is_over.set()
         self._thread.join()
 
@@ -86,7 +91,7 @@ class Feed:
 
     def _feed(self, run: Run) -> None:
         under_way = 0
-        while under_way or not self._is_over.is_set():
+        while not self._is_over.is_set() or (under_way and time.monotonic() < self._left_s):
             if not self._is_over.is_set() and under_way < GROUPS_AHEAD:
                 tasks = [{"seed": index} for index in range(GROUPS_AHEAD - under_way)]
                 under_way += len(run.submit(tasks, group_size=GROUP_SIZE))
@@ -109,7 +114,7 @@ class House:
             self._supervisor = stack.enter_context(Supervisor(self._directory / "logs"))
             roles = {"controller": ["controller"], "agent": ["agent", "--environment", METRONOME, "--count", "128"]}
             for index in range(self._worker_count):
-                roles[f"worker{index}"] = ["worker", "--slots", SLOTS, "--context", "512"]
+                roles[f"worker{index}"] = ["bench", "paced", "--slots", str(SLOT_COUNT), "--step", str(STEP_S)]
             for name, words in roles.items():
                 self._supervisor.add(name, words, is_restarted=False, environment={"ROLLFAB_URL": self.url})
             fabric = stack.enter_context(connect(self.url))
@@ -235,7 +240,8 @@ def measure(settings: Settings) -> Report:
         theirs.group_s / alone.group_s - 1 for alone, theirs in zip(rounds["alone"], rounds["elsewhere"], strict=True)
     ]
     results = {"delay": _figure(delay), "machine_delay": _figure(machine), "goal": GOAL, **rows}
-    params = {"settings": asdict(settings), "group_size": GROUP_SIZE, "groups_ahead": GROUPS_AHEAD, **OPTIONS}
+    params = {"settings": asdict(settings), "group_size": GROUP_SIZE, "groups_ahead": GROUPS_AHEAD}
+    params |= {"slot_count": SLOT_COUNT, "step_s": STEP_S, **OPTIONS}
     return Report(
         name="evaluation",
         params=params,
