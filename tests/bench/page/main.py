@@ -1,13 +1,14 @@
 """`rollfab bench page`: the page and its api before a large fabric, and what they cost the broker.
 
-The broker holds a run with many trajectories, of which some are under way, some wait for a trainer and some are kept;
-and as many workers as asked for beat once a second. Measured, by turns:
+The broker holds a run with many trajectories, of which some are under way, some wait for a trainer, some are kept and
+some were given up; events, six hours of samples; and as many workers as asked for beat once a second. Measured:
 
 - `healthz`: a request that reads nothing. It is the floor of all others: the hop, and the event loop's other work.
 - `status`: everything that the overview shows. `trajectory`: one in full. `list`: a page of those under way.
-- `paint`: from opening the address in a browser to its first paint; `live`: to the first numbers (skipped, and said so,
-  where there is no Chromium).
-- `broker`: the part of a core that the broker uses while ten pages are open, less what it uses while none is.
+- `paint`: from opening the overview in a browser to its first paint; `live`: to the first numbers. `VIEW_paint`: the
+  same of every view; `VIEW_shown`: until what it reads is there (skipped, and said so, where there is no Chromium).
+- `broker`: the part of a core that the broker uses while ten pages are open, less what it uses while none is: each view
+  at least once, asking for what it asks for, as often (VIEWS).
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from rollfab.deploy.replay.figures import Report, number, percentile, show
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.ids import trajectory_id
-from rollfab.fabric.contract.records import RunConfig, TrajectoryJob, WorkerInfo
+from rollfab.fabric.contract.lease_plan import Sample, ServingSample
+from rollfab.fabric.contract.records import DeadLetter, RunConfig, TrajectoryJob, WorkerInfo
+from rollfab.fabric.inspect.history import SAMPLE_ROW_COUNT_MAX
 from rollfab.fabric.opened import RedisFabric
-from rollfab.fabric.ports.queue import GroupPush
+from rollfab.fabric.ports.queue import GroupPush, TrajectoryQueue
 from rollfab.fabric.queue import keys
 from tests.bench.measure import Figure, process_cpu_s, run_bench
 from tests.e2e.chromium import find_chromium, open_browser
@@ -49,10 +52,57 @@ RUN = RunConfig(
 GROUP_SIZE, PUSH_COUNT = 16, 128
 BEGUN_COUNT, WAITING_GROUP_COUNT, KEPT_GROUP_COUNT = 2_000, 200, 200
 PAGE_COUNT = 10
+LETTER_COUNT, EVENT_COUNT, SAMPLE_COUNT = 64, 500, 360
 PAINTS = "(performance.getEntriesByName('first-contentful-paint')[0] || {}).startTime || 0"
 LIVE = f"(['live', 'warn'].includes(document.getElementById('state').dataset.state) && ({PAINTS}))"
 POLL_S = 1.0  # as the page does
 START_S = 60.0
+HISTORY = ("/v1/history?since_ms=0&count=300", 20.0)
+SHARING = ("/v1/sharing", 5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """One view of the page. address: `{name}` is a trajectory under way. shown: a selector, and a part of its text.
+
+    reads: what it asks for besides the status, each with how often, in seconds, as api/static/views has it.
+    """
+
+    address: str
+    shown: tuple[str, str]
+    reads: tuple[tuple[str, float], ...] = ()
+
+
+LARGE = "/v1/runs/large"
+VIEWS = {
+    "overview": View(address="", shown=("[data-run=large] [data-f=name]", "large"), reads=(HISTORY,)),
+    "run": View(
+        address="runs/large",
+        shown=("[data-trajectory] [data-f=place]", "agent-0"),
+        reads=(
+            (LARGE, 5.0),
+            (f"{LARGE}/trajectories?state=open&count=15", 2.0),
+            (f"{LARGE}/groups?state=open&count=8", 2.0),
+            (f"{LARGE}/trajectories?state=open&count=50", 10.0),
+            (f"{LARGE}/trajectories?state=waiting&count=12", 10.0),
+            (f"{LARGE}/trajectories?state=finished&count=12", 10.0),
+            HISTORY,
+        ),
+    ),
+    "trajectory": View(
+        address="runs/large/trajectories/{name}",
+        shown=("[data-f=state]", "running"),
+        reads=((f"{LARGE}/trajectories/{{name}}", 2.0),),
+    ),
+    "workers": View(address="workers", shown=("#worker-count", "dedicated"), reads=(SHARING,)),
+    "serving": View(address="serving", shown=("#serving", "worker-0000"), reads=(SHARING, HISTORY)),
+    "dead": View(
+        address="dead",
+        shown=("[data-dead=large] .cause", "environment raised"),
+        reads=((f"{LARGE}/dead-letters/causes", 3.0), (f"{LARGE}/dead-letters?count=200", 3.0)),
+    ),
+    "events": View(address="events", shown=("#all-events", "worker.failed")),  # and the stream of events
+}
 GOALS = {"paint_ms": 1_000, "trajectory_ms_p99": 300, "status_ms_p99": 20, "broker_core": 0.02, "javascript_kb": 150}
 
 
@@ -94,10 +144,40 @@ class World:
                 await stream.acknowledge(delivery)
         for start in range(KEPT_GROUP_COUNT + WAITING_GROUP_COUNT, group_count, PUSH_COUNT):
             await stream.push([_group(index) for index in range(start, min(start + PUSH_COUNT, group_count))])
+        await self._remember(queue)
         claims = await queue.claim("agent-0", min(BEGUN_COUNT, self.settings.trajectory_count // 4))
         known = [f"g{index}.{index % GROUP_SIZE}" for index in range(0, KEPT_GROUP_COUNT + WAITING_GROUP_COUNT, 7)]
         queued = [f"g{index}.3" for index in range(group_count - 100, group_count)]
         self.trajectories = [*known, *queued, *(claim.job.trajectory_id for claim in claims[:100])]
+
+    async def _remember(self, queue: TrajectoryQueue) -> None:
+        """Give some trajectories up, and write events and samples, as large as these get."""
+        for claim in await queue.claim("agent-0", LETTER_COUNT):
+            job = claim.job.trajectory_id
+            facts = {"run_id": RUN.run_id, "worker_id": "agent-0", "traceback": "Traceback: line 1\n" * 30}
+            letter = DeadLetter(trajectory_id=job, reason="environment raised ValueError", attempt=1, job={}, **facts)
+            await queue.fail(job, claim.fence, letter, is_final=True)
+        board = self.fabric.board
+        for index in range(EVENT_COUNT):
+            await board.add_event("worker.failed", {"worker_id": f"worker-{index:04}", "error": "out of memory"})
+        term, now_ms = await board.lead("bench", 600_000), await board.wall_ms()
+        counts = dict.fromkeys(("running_count", "slot_count", "groups_waiting", "dead_count"), 64)
+        for index in range(SAMPLE_COUNT):
+            made = {"token_count": 9_000 * index, "rollout_count": 9 * index}
+            time_ms = now_ms - 60_000 * (SAMPLE_COUNT - index)
+            rows = tuple(serving_sample(f"worker-{4 * each:04}", index) for each in range(SAMPLE_ROW_COUNT_MAX))
+            sample = Sample(time_ms=time_ms, worker_count=1_000, runs=(), serving=rows, **made, **counts)
+            await board.add_sample(term, sample)
+
+
+def serving_sample(worker_id: str, index: int) -> ServingSample:
+    """What a serving worker comes to in one sample."""
+    latencies = {f"{name}_ms_p99{alone}": 40.0 for name in ("ttft", "tpot") for alone in ("", "_alone")}
+    counts = dict.fromkeys(("token_count", "request_count", "request_count_alone"), 40 * index)
+    nothing = {"violation_count": 0, "violation_count_alone": 0, "slot_count": 3}
+    bounds = {"ttft_slo_ms": 60.0, "tpot_slo_ms": 60.0}
+    facts: dict[str, Any] = {**latencies, **counts, **nothing, **bounds}
+    return ServingSample(worker_id=worker_id, guard_state="open", **facts)
 
 
 def beat(url: str, worker_count: int) -> None:
@@ -203,12 +283,24 @@ async def timed(http: httpx.AsyncClient, paths: Sequence[str], pause_s: float) -
 
 async def broker_core(world: World, http: httpx.AsyncClient, page_count: int) -> float:
     """Measure the part of a core that the broker uses while so many pages are open."""
+    views = list(VIEWS.values())
+
+    async def repeat(path: str, every_s: float, share: float) -> None:
+        await asyncio.sleep(every_s * share)
+        while True:
+            (await http.get(path)).raise_for_status()
+            await asyncio.sleep(every_s)
+
+    async def listen() -> None:
+        async with http.stream("GET", "/v1/events?after=0", timeout=None) as answer:
+            async for _ in answer.aiter_bytes():
+                pass
 
     async def page(index: int) -> None:
-        await asyncio.sleep(POLL_S * index / max(1, page_count))
-        while True:
-            (await http.get("/v1/status")).raise_for_status()
-            await asyncio.sleep(POLL_S)
+        view = views[index % len(views)]
+        reads = [(path.format(name=world.trajectories[-1]), every_s) for path, every_s in view.reads]
+        tasks = [repeat(path, every_s, index / page_count) for path, every_s in [("/v1/status", POLL_S), *reads]]
+        await asyncio.gather(*tasks, *([listen()] if view is VIEWS["events"] else []))
 
     pages = [asyncio.create_task(page(index)) for index in range(page_count)]
     try:
@@ -223,8 +315,8 @@ async def broker_core(world: World, http: httpx.AsyncClient, page_count: int) ->
     return used_s / passed_s
 
 
-async def painted(url: str) -> dict[str, float]:
-    """Open the page in a browser of its own; returns when it was painted first, and when it showed numbers, in ms."""
+async def painted(url: str, shown: tuple[str, str]) -> dict[str, float]:
+    """Open an address in a browser of its own; returns when it was painted first, showed numbers, and all, in ms."""
     with tempfile.TemporaryDirectory(prefix="rollfab-browser-", ignore_cleanup_errors=True) as profile:
         async with open_browser(Path(profile)) as browser:
             start_s = time.perf_counter()
@@ -232,7 +324,9 @@ async def painted(url: str) -> dict[str, float]:
             await page.wait_text(".brand", "rollfab")  # its document is there
             await page.evaluate(f"new Promise(done => {{ setInterval(() => {LIVE} && done(), 10); }})")
             live_ms = (time.perf_counter() - start_s) * 1000
-            return {"paint": float(await page.evaluate(PAINTS)), "live": live_ms}
+            await page.wait_text(*shown, timeout_s=START_S)
+            shown_ms = (time.perf_counter() - start_s) * 1000
+            return {"paint": float(await page.evaluate(PAINTS)), "live": live_ms, "shown": shown_ms}
 
 
 async def one_round(world: World, http: httpx.AsyncClient) -> dict[str, float]:
@@ -253,7 +347,12 @@ async def one_round(world: World, http: httpx.AsyncClient) -> dict[str, float]:
     found["broker_core_pages"] = await broker_core(world, http, PAGE_COUNT)
     found["broker_core"] = found["broker_core_pages"] - found["broker_core_alone"]
     if has_browser():
-        found |= {f"{name}_ms": value for name, value in (await painted(str(http.base_url))).items()}
+        for name, view in VIEWS.items():
+            address = f"{str(http.base_url).rstrip('/')}/{view.address.format(name=world.trajectories[-1])}"
+            times = await painted(address, view.shown)
+            found |= {f"{name}_{key}_ms": times[key] for key in ("paint", "shown")}
+            if name == "overview":
+                found |= {f"{key}_ms": times[key] for key in ("paint", "live")}
     return found
 
 
@@ -307,7 +406,7 @@ def _print_table(report: Report) -> None:
     for key, value in found.items():
         if isinstance(value, dict) and "median" in value:
             low, high = value["spread"]
-            goal = GOALS.get(key)
+            goal = GOALS["paint_ms"] if key.endswith("paint_ms") else GOALS.get(key)
             rows.append(
                 [key, number(value["median"]), f"{number(low)} to {number(high)}", "" if goal is None else str(goal)]
             )

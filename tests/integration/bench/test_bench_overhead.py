@@ -9,6 +9,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import Group
+from rollfab.fabric.tracing.export import FRACTION
 from tests.bench.overhead import main
 from tests.bench.overhead.arms import Round, Workload, count_tokens
 from tests.bench.overhead.main import FULL, QUICK, Settings, measure, measure_traces, row
@@ -89,15 +90,18 @@ def test_a_real_measurement_reports_both_arms() -> None:
 
 @pytest.mark.slow
 @pytest.mark.redis
-@pytest.mark.timeout(120)
-def test_a_real_measurement_of_traces_reports_both_arms_and_that_traces_came() -> None:
+@pytest.mark.timeout(240)  # three fabrics start
+def test_a_real_measurement_of_traces_reports_all_arms_and_that_traces_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "300")
+    monkeypatch.setattr(main, "SETTLE_S", 1.0)
     report = json.loads(measure_traces(Settings(workloads=(WORK,), round_count=2)).json())
     (found,) = report["results"]["rows"]
     assert found["trace_bytes_per_turn"] > 100
     low, high = report["ratio"]["without_traces_spread"]
     assert 0 < low <= report["ratio"]["without_traces"] <= high
     assert found["without"]["tokens_per_round"] == found["traced"]["tokens_per_round"] == WORK.tokens
-    for arm in ("without", "traced"):
+    assert found["more_cpu_by_default"] == FRACTION * found["more_cpu"]["traced"]["median"]
+    for arm in ("without", "unsampled", "traced"):
         assert set(found[arm]["cpu_ms_per_turn"]) == {"controller", "agent", "worker", "broker", "trainer"}
 
 
