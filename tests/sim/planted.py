@@ -265,7 +265,7 @@ def slots_not_counted() -> list[Patch]:
     def free_count(self: Any, ended_count: int = 0) -> int:
         return int(self._keeper.slot_count) if self._active_version() >= 0 else 0
 
-    uncounted = in_lua(("tonumber(slots) - whole(redis.call('HGET', jobs.held, worker), 0))", "tonumber(slots))"))
+    uncounted = in_lua(("local held = whole(redis.call('HGET', jobs.held, worker), 0)", "local held = 0"))
     return [uncounted, (RolloutWorker, "_free_count", free_count)]
 
 

@@ -72,8 +72,13 @@ def check_refused(redis: Redis, kind: type[FabricError], texts: list[str], actio
 
 RUN = {"model": "tiny", "environment": "frozenlake"}
 BAD_RUNS: dict[str, tuple[str, dict[str, Any], type[FabricError], list[str]]] = {
-    "unknown run": ("nobody", {}, RunUnknown, ["run 'nobody' does not exist", "Give model=… and environment=…"]),
-    "only a model": ("nobody", {"model": "tiny"}, RunUnknown, ["'nobody'", "environment=…"]),
+    "unknown run": (
+        "nobody",
+        {},
+        RunUnknown,
+        ["run 'nobody' does not exist", "Give a model and an environment to create it"],
+    ),
+    "only a model": ("nobody", {"model": "tiny"}, RunUnknown, ["'nobody'", "an environment to create it"]),
     "unknown environment": (
         "r",
         {**RUN, "environment": "frozenlace"},

@@ -24,7 +24,7 @@ from rollfab.fabric.tracing.export import (
     open_spans,
 )
 from rollfab.fabric.tracing.spans import Place, Spans, place_of
-from rollfab.workers.rollout.turn_spans import trace_claim
+from rollfab.workers.rollout.turns import trace_claim
 
 HERE = Place("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
