@@ -1,7 +1,8 @@
 -- set_leases(term, then per change: worker, lease_epoch, slot_count, duration_ms | 0, remove)
 -- Publish, extend, shrink or end leases on one shard. Nobody of an older term writes any more once a newer one has
 -- (also without a change, which only says that the term has begun), and an older epoch never overwrites a newer one.
--- What all leases give together is counted for those who share out turns. Returns per change 2 it is another lease now · 1 the same, extended · -1 a newer term or lease is in place
+-- Counts the slots of all leases, for those who share out turns.
+-- Returns per change 2 it is another lease now · 1 the same, extended · -1 a newer term or lease is in place
 -- keys shard.clock shard.lease_slots shard.lease_term shard.leases
 -- flags allow-oom
 -- use count term look time batch

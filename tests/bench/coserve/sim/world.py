@@ -17,8 +17,9 @@ from typing import Protocol
 
 from rollfab.deploy.replay.figures import percentile
 from rollfab.deploy.replay.records import Arrival
+from rollfab.deploy.simulation.bound import spare
 from rollfab.deploy.simulation.machine.cost import StepCost
-from rollfab.fabric.rules.serving.facts import Slo, StepSample, StepWork
+from rollfab.fabric.rules.serving.facts import Slo, StepSample
 
 from .engine import ROLLOUT_8B, SERVING_7B, RolloutEngine, Served, ServingEngine, noisy
 
@@ -184,25 +185,5 @@ def bound(arrivals: Sequence[Arrival], duration_s: float, world: World) -> float
     the pace that the SLO allows: a decode step every `tpot`. What is left is the most that rollouts can have. It holds
     for schedules that break no promise; the SLO lets one request in a hundred break it.
     """
-    cost, tpot_s = world.serving, 1e-3 * world.slo.tpot_ms
-    seconds = math.ceil(duration_s)
-    prefill_s, active, context = [0.0] * seconds, [0.0] * seconds, [0.0] * seconds
-    for each in arrivals:
-        prompt = each.prompt_tokens
-        prefill_s[int(each.at_s)] += 1e-6 * cost.token_us * prompt + 1e-9 * cost.attention_ns * prompt**2 / 2
-        _decode_at(each, tpot_s, active, context)
-    found = 0.0
-    for prefill, count, tokens in zip(prefill_s, active, context, strict=True):
-        step_s = cost.seconds(StepWork(decode_count=max(1, round(count)), context_tokens=round(tokens)), 0.0)
-        found += max(0.0, 1.0 - prefill - min(1.0, count) * step_s / tpot_s)
-    return found / seconds
-
-
-def _decode_at(arrival: Arrival, tpot_s: float, active: list[float], context: list[float]) -> None:
-    """Add a request that lives as long as the SLO allows to the mean of every second that it lives in."""
-    begin, end = arrival.at_s, arrival.at_s + (arrival.completion_tokens - 1) * tpot_s
-    for second in range(int(begin), min(math.ceil(end), len(active))):
-        lived_s = min(end, second + 1) - max(begin, second)
-        made = (max(begin, second) + lived_s / 2 - begin) / tpot_s
-        active[second] += lived_s
-        context[second] += lived_s * (arrival.prompt_tokens + made)
+    found = spare(arrivals, duration_s, world.serving, 1e-3 * world.slo.tpot_ms)
+    return sum(found) / len(found)
