@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -78,10 +79,18 @@ class TrainingLoop:
         self._grpo = Grpo(build_model(run.config.model, seed), settings)
         self.progress = Progress()
 
-    def train(self) -> Progress:
-        """Train to the last step, from the checkpoint if there is one."""
+    def train(self, *, reward_enough: float = math.inf) -> Progress:
+        """Train to the last step, from the checkpoint if there is one.
+
+        Args:
+            reward_enough: once the last LAST_COUNT steps have this mean reward, no step is needed any more, and the
+                groups that are under way for later ones are cancelled.
+        """
         self._restore()
         while self.progress.step < self._settings.step_count:
+            if len(self.progress.rewards) >= LAST_COUNT and last_reward(self.progress) >= reward_enough:
+                self._cancel_ahead()
+                break
             self._submit()
             with self._run.groups(timeout=GROUP_TIMEOUT_S) as groups:
                 self._learn(self._collect(groups))
@@ -109,11 +118,24 @@ class TrainingLoop:
         settings, progress = self._settings, self.progress
         goal = min(progress.step + 1 + settings.staleness, settings.step_count) * settings.group_count
         first = progress.step * settings.group_count
-        series = f"{self._run.run_id}-{self._seed}" + (f"-{progress.first_version}" if progress.first_version else "")
-        names = [f"{series}-{index}" for index in range(first, goal)]
+        names = self._names(first, goal)
         if names:
             self._run.submit(self._tasks(len(names), first), group_size=settings.group_size, group_ids=names)
         progress.submitted_count = max(progress.submitted_count, goal)
+
+    def _names(self, first: int, end: int) -> list[str]:
+        """Name the groups `first` … `end - 1` of this training."""
+        version = self.progress.first_version
+        series = f"{self._run.run_id}-{self._seed}" + (f"-{version}" if version else "")
+        return [f"{series}-{index}" for index in range(first, end)]
+
+    def _cancel_ahead(self) -> None:
+        """Cancel what no step has used: groups are used in the order in which they are complete."""
+        used = set(self.progress.trained_ids)
+        for name in self._names(0, self.progress.submitted_count):
+            if name not in used:
+                self._run.cancel(name)
+        self.progress.submitted_count = self.progress.step * self._settings.group_count
 
     def _collect(self, groups: Iterable[Group]) -> list[Group]:
         """Collect as many groups as one step takes, none of which was trained on before.
@@ -204,17 +226,22 @@ class TrainingLoop:
         os.replace(waiting, self._path)
 
 
+def last_reward(progress: Progress) -> float:
+    """Return the mean reward of the last LAST_COUNT steps; 0 before the first."""
+    last = progress.rewards[-LAST_COUNT:] or [0.0]
+    return sum(last) / len(last)
+
+
 def summary_of(progress: Progress, settings: GrpoSettings) -> dict[str, Any]:
     """Describe the training in numbers. Rewards are means over the first step, and over the last LAST_COUNT steps.
 
     lost: rollouts that were submitted and neither arrived nor are named as failed.
     """
     expected = progress.submitted_count * settings.group_size
-    last = progress.rewards[-LAST_COUNT:] or [0.0]
     return {
         "steps": progress.step,
         "reward_first": round(progress.rewards[0], 4) if progress.rewards else 0.0,
-        "reward_last": round(sum(last) / len(last), 4),
+        "reward_last": round(last_reward(progress), 4),
         "rollouts": progress.rollout_count,
         "failed": progress.failed_count,
         "lost": expected - progress.rollout_count - progress.failed_count,

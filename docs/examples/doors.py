@@ -1,6 +1,6 @@
 """An agent that is written against OpenAI's API alone, and a tiny model that learns to play it.
 
-Behind one of four doors is a prize, and only a tool tells which. Start the fabric, then train (two to five minutes):
+Behind one of four doors is a prize, and only a tool tells which. Start the fabric, then train (two to eight minutes):
 
     rollfab up --environment doors=docs.examples.doors:play
     python -m docs.examples.doors        # with the ROLLFAB_URL that `up` printed
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 DOORS = "ABCD"
+ENOUGH = 0.9  # mean reward of three steps; whoever always looks and opens the right door has 1
 LOOK = {"type": "function", "function": {"name": "look", "description": "Says where the prize is."}}
 
 
@@ -40,7 +41,7 @@ def tasks(count: int, first: int) -> list[dict[str, Any]]:
 
 
 def train(directory: Path, *, url: str | None = None, seed: int = 0) -> list[float]:
-    """Train the tiny model; return the mean reward of each step."""
+    """Train the tiny model until it plays well, in 100 steps at most; return the mean reward of each step."""
     import torch
 
     import rollfab
@@ -57,7 +58,7 @@ def train(directory: Path, *, url: str | None = None, seed: int = 0) -> list[flo
         minibatch_size=64,
         group_count=16,
         group_size=16,
-        step_count=40,
+        step_count=100,  # at most: luck decides whether 35 or 80 are needed
         staleness=0,
     )
     with rollfab.connect(url) as fabric:
@@ -67,7 +68,8 @@ def train(directory: Path, *, url: str | None = None, seed: int = 0) -> list[flo
             run.report(**facts)
             print(f"step {facts['step']:3}  reward {facts['reward_mean']:.2f}", flush=True)
 
-        return TrainingLoop(run, settings, tasks, seed=seed, directory=directory, report=report).train().rewards
+        loop = TrainingLoop(run, settings, tasks, seed=seed, directory=directory, report=report)
+        return loop.train(reward_enough=ENOUGH).rewards
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rollfab.trainer import loop as module
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
 from rollfab.trainer.grpo import GrpoSettings
-from rollfab.trainer.loop import Progress, TrainingLoop
+from rollfab.trainer.loop import LAST_COUNT, Progress, TrainingLoop, summary_of
 from tests.standin.fabric import StandInFabric
 from tests.support.records import rollout_of
 
@@ -70,13 +71,19 @@ class Played:
         self._is_over = True
         self._agent.result(5.0)
 
-    def train(self, directory: Path, steps: int, report: Any = lambda _: None) -> Progress:
+    def depth(self) -> int:
+        """How many groups the run holds."""
+        return self._loop.call(self._fabric.board.run_status("r1")).depth
+
+    def train(
+        self, directory: Path, steps: int, report: Any = lambda _: None, *, enough: float = math.inf, ahead: int = 0
+    ) -> Progress:
         """What a trainer process does, from its start on."""
-        settings = GrpoSettings(group_count=2, group_size=2, step_count=steps, epoch_count=1, staleness=0)
+        settings = GrpoSettings(group_count=2, group_size=2, step_count=steps, epoch_count=1, staleness=ahead)
         run = Run(self._loop, AsyncRun(self._fabric, CONFIG))  # type: ignore[arg-type]
         return TrainingLoop(
             run, settings, lambda count, _: [{}] * count, seed=0, directory=directory, report=report
-        ).train()
+        ).train(reward_enough=enough)
 
 
 @pytest.fixture
@@ -192,3 +199,15 @@ def test_a_step_learns_from_the_rollouts_that_did_not_fail(played: Played, tmp_p
     progress = played.train(tmp_path, 1)
 
     assert (progress.step, progress.rollout_count, progress.failed_count) == (1, 2, 2)
+
+
+def test_a_training_that_has_learnt_enough_ends_and_leaves_nothing_under_way(played: Played, tmp_path: Path) -> None:
+    progress = played.train(tmp_path, 20, enough=0.5, ahead=1)
+    assert progress.rewards == [0.5] * LAST_COUNT, "rewards are 0 and 1 by turns: enough, once there are three steps"
+    summary = summary_of(progress, GrpoSettings(group_count=2, group_size=2))
+    assert (summary["steps"], summary["lost"], summary["rollouts"]) == (LAST_COUNT, 0, 4 * LAST_COUNT)
+    assert played.depth() == 0
+
+
+def test_a_training_that_has_not_learnt_enough_goes_on(played: Played, tmp_path: Path) -> None:
+    assert played.train(tmp_path, 5, enough=0.51).step == 5
