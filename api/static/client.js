@@ -2,8 +2,10 @@
 
 const KEY = "rollfab.key";
 const TIMEOUT_MS = 6000;
-const SILENT_MS = 45_000; // an api sends at least a comment every 15 s; whoever sends none is gone
 const NO_KEY = /[^!-~]/; // as api/access/keys.py has it; a browser sends no header with such a sign
+
+/** silentMs: an api sends at least a comment every 15 s; whoever sends none for so long is gone. Tests shorten it. */
+export const patience = { silentMs: 45_000 };
 
 /** Where the page lives, behind whatever prefix a proxy gives it: this file's folder's parent. */
 export const ROOT = new URL("../", import.meta.url);
@@ -77,7 +79,7 @@ export async function follow(after, signal, take) {
   take([]);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {
-    const silent = setTimeout(() => reader.cancel().catch(() => {}), SILENT_MS);
+    const silent = setTimeout(() => reader.cancel().catch(() => {}), patience.silentMs);
     const { value, done } = await reader.read().finally(() => clearTimeout(silent));
     if (done) throw new ApiError(0, "the stream broke off");
     const messages = (rest + value).split("\n\n");
