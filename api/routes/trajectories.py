@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 
 from ...fabric.contract.errors import BrokerError
 from ...fabric.contract.fields import WHOLE_MAX
-from ...fabric.contract.wire import dump_json
 from ...fabric.inspect.history import HistoryPoint, LendingVerdict, between, lending_verdicts, steps
 from ...fabric.inspect.trace import GroupRow, TrajectoryRow, TrajectoryView, group_row, progress_row, row_of, view_of
 from ...fabric.ports.reading import Counts, TrajectoryReader
@@ -85,6 +84,7 @@ class History(Model):
 def router(context: Context) -> APIRouter:
     """Make the routes under /v1/runs/{run_id} that read trajectories."""
     routes = APIRouter(prefix="/v1/runs/{run_id}", tags=["read"], responses=PROBLEMS)
+    whole = TypeAdapter(TrajectoryView)
 
     async def reader(run_id: str) -> TrajectoryReader:
         status = await context.ports.board.run_status(run_id)
@@ -129,7 +129,7 @@ def router(context: Context) -> APIRouter:
                 "is not kept any more (kept_bytes_max of the run)",
             )
         tokenizer, note = await context.tokenizers.of(status.config.model)
-        body = await asyncio.to_thread(lambda: dump_json(view_of(run_id, seen, tokenizer, note)))  # it may be long
+        body = await asyncio.to_thread(lambda: whole.dump_json(view_of(run_id, seen, tokenizer, note)))  # long
         return Response(body, media_type="application/json")
 
     return routes

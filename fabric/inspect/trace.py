@@ -388,7 +388,11 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     names = {number: text for text, number in tokenizer.special_ids.items()}
     found: list[str] = []
     part: list[int] = []
+    alone: dict[int, str] = {}  # what stands for itself, of ids seen so far: most come again
     for number in ids:
+        if not part and number in alone:
+            found.append(alone[number])
+            continue
         if number in names or not 0 <= number < tokenizer.vocabulary_size:
             found.append(names.get(number, f"<{number}>"))
             part = []
@@ -396,6 +400,8 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
         part.append(number)
         text = tokenizer.decode(part)
         is_half = text.endswith(HALF) and len(part) < CHARACTER_TOKENS_MAX
+        if len(part) == 1 and not is_half:
+            alone[number] = text
         found.append("" if is_half else text)
         part = part if is_half else []
     if part:

@@ -27,7 +27,7 @@ export class Tokens {
     this.names = { worker: [], version: [] };
     this.seen = new IntersectionObserver(
       (found) => found.forEach((each) => each.isIntersecting && this.#fill(each.target.row)),
-      { rootMargin: "800px" },
+      { rootMargin: "300px" },
     );
     this.element.addEventListener("pointerover", (event) => this.#point(event.target));
     this.element.addEventListener("click", (event) => this.#point(event.target));
