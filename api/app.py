@@ -29,7 +29,7 @@ from .page import PageFiles, page_router
 from .reading.events import EventTail
 from .reading.status import Ports, StatusReader
 from .reading.weights import WeightReader
-from .routes import dead, events, health, lending, read, trajectories
+from .routes import dead, events, health, history, lending, read, trajectories
 from .routes.context import Context
 from .schemas.answers import Problem
 from .schemas.base import all_requests
@@ -77,9 +77,8 @@ def make_app(
         else [],  # says so in the documentation
     )
     app.state.context = context
-    for routes in (health, read, trajectories, dead, events, lending):
+    for routes in (health, read, trajectories, history, dead, events, lending):
         app.include_router(routes.router(context))
-    app.include_router(trajectories.history_router(context))
     if training is not None:
         app.include_router(training)
     files = PageFiles()

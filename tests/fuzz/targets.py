@@ -30,7 +30,15 @@ from rollfab.fabric.contract.errors import (
     WireError,
 )
 from rollfab.fabric.contract.ids import check_name
-from rollfab.fabric.contract.lease_plan import LeasePlan, PlanRow, RunDemand, RunSample, Sample, ServingSample
+from rollfab.fabric.contract.lease_plan import (
+    LeasePlan,
+    LeaseSample,
+    PlanRow,
+    RunDemand,
+    RunSample,
+    Sample,
+    ServingSample,
+)
 from rollfab.fabric.contract.records import (
     DeadLetter,
     Rollout,
@@ -131,6 +139,7 @@ RECORDS: tuple[Record, ...] = (
                 tpot_slo_ms=20.0,
             ),
         ),
+        leases=(LeaseSample("w1", 7, "r1", 2, "open"), LeaseSample("w2", 8, "", 0, "gone")),
     ),
     LeasePlan(
         controller_id="c1",

@@ -161,9 +161,9 @@ class World:
         for index in range(EVENT_COUNT):
             await board.add_event("worker.failed", {"worker_id": f"worker-{index:04}", "error": "out of memory"})
         term, now_ms = await board.lead("bench", 600_000), await board.wall_ms()
-        counts = dict.fromkeys(("running_count", "slot_count", "groups_waiting", "dead_count"), 64)
+        counts: Any = dict.fromkeys(("running_count", "slot_count", "groups_waiting", "dead_count"), 64)
         for index in range(SAMPLE_COUNT):
-            made = {"token_count": 9_000 * index, "rollout_count": 9 * index}
+            made: Any = {"token_count": 9_000 * index, "rollout_count": 9 * index}
             time_ms = now_ms - 60_000 * (SAMPLE_COUNT - index)
             rows = tuple(serving_sample(f"worker-{4 * each:04}", index) for each in range(SAMPLE_ROW_COUNT_MAX))
             sample = Sample(time_ms=time_ms, worker_count=1_000, runs=(), serving=rows, **made, **counts)
