@@ -33,9 +33,8 @@ export function takeKey() {
 
 /** The address of a place below v1: each part is one name, whatever is in it; undefined wishes are left out. */
 export function at(parts, wishes = {}) {
-  const query = new URLSearchParams(
-    Object.entries(wishes).filter(([, value]) => value !== undefined && value !== null),
-  );
+  const pairs = Object.entries(wishes).flatMap(([name, value]) => [value].flat().map((each) => [name, each]));
+  const query = new URLSearchParams(pairs.filter(([, value]) => value !== undefined && value !== null));
   return `v1/${parts.map(encodeURIComponent).join("/")}${query.size ? `?${query}` : ""}`;
 }
 
