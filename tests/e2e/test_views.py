@@ -17,6 +17,7 @@ from rollfab.fabric.contract.lease_plan import LeaseSample, RunSample, Sample, S
 from rollfab.fabric.contract.records import Node, Rollout, Span
 from rollfab.fabric.contract.sharing import LendSetting, SharingReport
 from rollfab.fabric.model.tokenizer import CharTokenizer
+from rollfab.trainer.agreement import BFLOAT16, AgreementReporter
 from rollfab.trainer.publish.publisher import Publisher
 from tests.e2e.chromium import Browser, Page
 from tests.e2e.page_checks import look
@@ -32,6 +33,7 @@ VIEWS = {  # address; what is seen there last, with a part of its text
     "run": ("runs/r1", "[data-group=g9] [data-f=complete]", "1 of 8"),
     "trajectory": ("runs/r1/trajectories/g2.0", "[data-piece='1']", "left"),
     "finished": ("runs/r1/trajectories/g1.0?colour=logprob", "[data-f=legend]", "likely: 50 % to 90 %"),
+    "compared": ("runs/r1/trajectories/g2.1?colour=difference", "[data-f=legend]", "half as likely"),
     "workers": ("workers", "[data-worker=serving-1]", "serving-1"),
     "leases": ("workers?show=leases", "[data-f=lease-legend]", "guard narrow"),
     "serving": ("serving", "[data-verdict=serving-1]", "hurt"),
@@ -64,14 +66,19 @@ def played(rollout: Rollout) -> Rollout:
     )
 
 
-async def finish(api: ApiWorld, group_id: str, size: int = 1) -> None:
-    """A group is submitted, played and consumed."""
+async def finish(api: ApiWorld, group_id: str, size: int = 1, *, is_compared: bool = False) -> None:
+    """A group is submitted, played, perhaps compared with the trainer's model, and consumed."""
     await api.push_group(group_id, size)
     for claim in await api.claim(size):
         rollout = played(rollout_of(claim.job, 1.0))
         assert await api.fabric.trajectories(RUN).settle(claim, rollout, is_scored=True)
     stream = api.fabric.rollouts(RUN)
     (delivery,) = await stream.receive("t", 1, 1.0)
+    if is_compared:
+        reporter = AgreementReporter(api.fabric.board, api.fabric.weights, stream, RUN.run_id)
+        off = np.resize([0.0, 0.05, 0.3, -0.05, -0.3, -2.0, 1.5], sum(map(len, TEXTS[1:]))).astype(np.float32)
+        logprobs = [rollout.logprobs + off for rollout in delivery.group.rollouts]
+        await reporter.report([delivery.group], logprobs, 3, BFLOAT16)
     assert await stream.acknowledge(delivery)
 
 
@@ -94,7 +101,7 @@ async def furnish(api: ApiWorld) -> None:
     report = SharingReport(worker_id="serving-1", alone=latencies, shared=latencies, ttft_slo_ms=60, token_count=777)
     await api.fabric.board.set_sharing(report)
     for index in range(3):
-        await finish(api, f"g{index}", 4)
+        await finish(api, f"g{index}", 4, is_compared=index == 2)
     await api.push_group("g9", 8)
     claims = await api.claim(4)
     await api.settle(claims[0], 0.5)
@@ -268,6 +275,42 @@ async def test_a_trajectory_is_told_as_text_tokens_times_and_raw(api: ApiWorld, 
     # And one that nobody has is not there
     await page.call("Page.navigate", url=f"{api.url}runs/r1/trajectories/g77.0")
     await page.wait_text(".notice", "has no trajectory 'g77.0' now")
+
+
+async def test_tokens_are_coloured_by_how_far_the_trainer_s_log_probabilities_differ(
+    api: ApiWorld, browser: Browser, tmp_path: Path
+) -> None:
+    await finish(api, "g1", 1)
+    await finish(api, "g2", 1, is_compared=True)
+    # Where no trainer compared it, the colour is not offered, and it is said how it comes to be
+    page = await browser.open(f"{api.url}runs/r1/trajectories/g1.0?colour=difference")
+    await page.wait_text(
+        "[data-f=compared]", "have it call run.compare before its groups are acknowledged", timeout_s=10
+    )
+    values = "[...document.querySelector('[data-f=colour]').options].map((each) => each.value)"
+    assert "difference" not in await page.evaluate(values)
+    await page.wait_text("[data-f=legend]", "the policy made it")
+    # Where one did, tokens are coloured by it, and each one's is told
+    await page.call("Page.navigate", url=f"{api.url}runs/r1/trajectories/g2.0")
+    await page.wait_text("[data-f=compared]", "with version 3", timeout_s=10)
+    await choose(page, "colour", "difference")
+    tones = "[...document.querySelectorAll('[data-piece=\"1\"] .t')].map((each) => each.dataset.tone)"
+    assert await page.evaluate(tones) == ["e0", "a1", "a2", "b1"]
+    await page.click("[data-piece='1'] .t:last-of-type")
+    await page.wait_text("[data-f=pointed]", "trainer − worker −0.0500 nats, ratio 0.951")
+    # And so does the page that is kept on a disk
+    await page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    await page.click("[data-f=offline]")
+    file = tmp_path / "g2.0.html"
+    for _ in range(200):
+        if file.exists() and file.stat().st_size:
+            break
+        await asyncio.sleep(0.05)
+    offline = await browser.open(file.as_uri())
+    await choose(offline, "colour", "difference")
+    await offline.wait_text("[data-f=legend]", "half as likely")
+    assert await offline.evaluate(tones) == ["e0", "a1", "a2", "b1"]
+    assert page.complaints() == []
 
 
 async def test_a_trajectory_that_branches_is_a_tree(api: ApiWorld, browser: Browser) -> None:

@@ -200,7 +200,7 @@ def test_torch_tensors_with_a_gradient_are_taken_as_they_are() -> None:
 async def reporter() -> tuple[StandInFabric, AgreementReporter]:
     fabric = StandInFabric()
     await fabric.board.create_run(RUN)
-    return fabric, AgreementReporter(fabric.board, fabric.weights, "r1")
+    return fabric, AgreementReporter(fabric.board, fabric.weights, fabric.rollouts(RUN), "r1")
 
 
 async def kinds(fabric: StandInFabric) -> list[tuple[str, str]]:
