@@ -29,7 +29,7 @@ export class Tokens {
     this.names = { worker: [], version: [] };
     this.seen = new IntersectionObserver(
       (found) => found.forEach((each) => each.isIntersecting && this.#fill(each.target.row)),
-      { rootMargin: "300px" },
+      { rootMargin: "600px" },
     );
     this.element.addEventListener("pointerover", (event) => this.#point(event.target));
     this.element.addEventListener("click", (event) => this.#point(event.target));
@@ -220,13 +220,13 @@ const stepOf = (logprob) => {
 };
 
 const DIFFERENCES = [
-  ["e0", "within 0.01 nats"],
-  ["a1", "trainer: likelier, up to 0.1"],
-  ["a2", "up to 0.69, twice as likely"],
-  ["a3", "more"],
-  ["b1", "trainer: less likely, up to 0.1"],
-  ["b2", "up to 0.69, half as likely"],
-  ["b3", "less than half"],
+  ["e0", "within ±0.01 nats"],
+  ["a1", "+0.01 to +0.1"],
+  ["a2", "to +0.69, twice as likely"],
+  ["a3", "above"],
+  ["b1", "−0.01 to −0.1"],
+  ["b2", "to −0.69, half as likely"],
+  ["b3", "below"],
   ["x0", "not finite"],
 ];
 
