@@ -7,8 +7,8 @@ some were given up; events, six hours of samples; and as many workers as asked f
 - `status`: everything that the overview shows. `trajectory`: one in full. `list`: a page of those under way.
 - `paint`: from opening the overview in a browser to its first paint; `live`: to the first numbers. `VIEW_paint`: the
   same of every view; `VIEW_shown`: until what it reads is there (skipped, and said so, where there is no Chromium).
-- `drawn`: a finished trajectory of 20 turns and 4,800 tokens, from opening its address in a new browser until tokens are
-  painted; `led_to`: the same from a click in a page that is open.
+- `drawn`: a finished trajectory of 20 turns and 4,800 tokens, from opening its address in a new browser until tokens
+  are painted; `led_to`: the same from a click in a page that is open.
 - `broker`: the part of a core that the broker uses while ten pages are open, less what it uses while none is: each view
   at least once, asking for what it asks for, as often (VIEWS).
 """
