@@ -11,13 +11,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Security
-from fastapi.responses import FileResponse, HTMLResponse
+from fastapi import APIRouter, FastAPI, Security
 from fastapi.security import HTTPBearer
-from fastapi.staticfiles import StaticFiles
 
 from .. import __version__
 from ..fabric.contract.clock import Clock, SystemClock
@@ -28,10 +25,11 @@ from .access.config import ApiConfig, check_config
 from .access.connections import BodyLimit
 from .access.problems import install_problems
 from .metrics.scrape import Scraper
+from .page import PageFiles, page_router
 from .reading.events import EventTail
 from .reading.status import Ports, StatusReader
 from .reading.weights import WeightReader
-from .routes import dead, events, health, lending, read, trajectories
+from .routes import dead, events, health, history, lending, read, trajectories
 from .routes.context import Context
 from .schemas.answers import Problem
 from .schemas.base import all_requests
@@ -42,8 +40,6 @@ __all__ = ["ApiConfig", "make_app"]
 
 log = logging.getLogger(__name__)
 
-STATIC = Path(__file__).resolve().parent / "static"
-VIEWS = ("/", "/runs/{names:path}", "/workers", "/serving", "/dead", "/events")  # open in access/auth.py, too
 DESCRIPTION = "Runs, workers, leases and weights of a rollout fabric: to watch, and to lend GPUs or take them back."
 ERRORS: dict[int | str, dict[str, Any]] = {
     422: {"model": Problem, "description": "Bad input"},
@@ -81,37 +77,17 @@ def make_app(
         else [],  # says so in the documentation
     )
     app.state.context = context
-    for routes in (health, read, trajectories, dead, events, lending):
+    for routes in (health, read, trajectories, history, dead, events, lending):
         app.include_router(routes.router(context))
-    app.include_router(trajectories.history_router(context))
     if training is not None:
         app.include_router(training)
-    app.include_router(_pages())
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    files = PageFiles()
+    app.include_router(page_router(files))
+    app.mount("/static", files, name="static")
     install_problems(app, TRAINING)
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, config=config)
     return app
-
-
-def _pages() -> APIRouter:
-    """The live page, at the address of each of its views, and the page that documents the api; all of it is ours."""
-    routes = APIRouter(include_in_schema=False)
-    page = (STATIC / "index.html").read_text(encoding="utf-8")
-
-    async def view(request: Request) -> HTMLResponse:
-        """Answer the page; what it loads is as many levels up as its address is deep, whatever prefix a proxy adds."""
-        path = request.scope.get("raw_path") or request.url.path.encode()  # raw: a name may hold a slash
-        return HTMLResponse(page.replace("{up}", "../" * (path.count(b"/") - 1)))
-
-    for address in VIEWS:
-        routes.add_api_route(address, view)
-
-    @routes.get("/docs")
-    async def docs() -> FileResponse:
-        return FileResponse(STATIC / "docs.html", media_type="text/html; charset=utf-8")
-
-    return routes
 
 
 class Api(FastAPI):

@@ -25,10 +25,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..fabric.contract.agreement import Agreement, Alarm, AlarmRule, Figures, WorkerFigures
-from ..fabric.contract.errors import InputError
+from ..fabric.contract.agreement import (
+    Agreement,
+    Alarm,
+    AlarmRule,
+    Figures,
+    TokenDifferences,
+    WorkerFigures,
+    mark_of,
+)
+from ..fabric.contract.errors import FabricError, InputError
 from ..fabric.contract.records import Group, Rollout
-from ..fabric.ports.queue import LeaseBoard
+from ..fabric.ports.queue import LeaseBoard, RolloutStream
 from ..fabric.ports.weights import WeightStore
 from .publish.borrowing import in_thread
 
@@ -37,6 +45,8 @@ RATIO_MAX = (
 )
 DIFFERENCE_BOUND = 20.0  # nats; exp of more says nothing more
 WORKER_COUNT_MAX = 64  # rows kept of a batch, the worst first: 64 rows are 30 kB
+
+DIFFERENCES_BYTES_MAX = 256 << 10  # kept of a batch for people, four a token: of 64 trajectories of a thousand tokens
 
 # One float32 model computed in two ways (transformers' engine, vLLM, torch) differs by 3e-8 to 4e-7 on average and 2e-6
 # at most, in small models on a CPU; deep ones differ more. One AdamW step at a learning rate of 1e-6 moved such a model
@@ -101,6 +111,30 @@ def compare(groups: Sequence[Group], logprobs: Sequence[Any], *, version: int, r
         workers=worst_first(rows, alarms),
         alarms=(*_trainer_alarm(trainer_wrong_count, len(difference_N), version), *alarms)[:WORKER_COUNT_MAX],
     )
+
+
+def token_differences(groups: Sequence[Group], logprobs: Sequence[Any], version: int) -> list[TokenDifferences]:
+    """Pick the rollouts that differ most on average, up to DIFFERENCES_BYTES_MAX; arguments as those of `compare`."""
+    found: list[tuple[float, TokenDifferences]] = []
+    for rollout, given in zip([rollout for group in groups for rollout in group.rollouts], logprobs, strict=True):
+        own_T, made_T = _array(given), rollout.logprobs.astype(np.float64)
+        is_sound_T = (rollout.completion_mask != 0) & np.isfinite(own_T) & np.isfinite(made_T)
+        difference_T = np.subtract(own_T, made_T, where=is_sound_T, out=np.full(len(made_T), np.nan))
+        if is_sound_T.any():
+            record = TokenDifferences(
+                trajectory_id=rollout.trajectory_id,
+                policy_version=version,
+                mark=mark_of(rollout.completion_ids),
+                differences=difference_T.astype(np.float32),
+            )
+            found.append((float(np.abs(difference_T[is_sound_T]).mean()), record))
+    found.sort(key=lambda pair: -pair[0])
+    rest, picked = DIFFERENCES_BYTES_MAX, []
+    for _, record in found:
+        if record.differences.nbytes <= rest:
+            rest -= record.differences.nbytes
+            picked.append(record)
+    return picked
 
 
 def judge(rows: Sequence[WorkerFigures], rule: AlarmRule) -> list[Alarm]:
@@ -277,9 +311,10 @@ log = logging.getLogger(__name__)
 class AgreementReporter:
     """Compares batches of one run. Owns its open alarms."""
 
-    def __init__(self, board: LeaseBoard, weights: WeightStore, run_id: str) -> None:
+    def __init__(self, board: LeaseBoard, weights: WeightStore, rollouts: RolloutStream, run_id: str) -> None:
         self._board = board
         self._weights = weights
+        self._rollouts = rollouts
         self._run_id = run_id
         self._rule: AlarmRule | None = None
         self._open: dict[str, tuple[Alarm, WorkerFigures | None]] = {}
@@ -310,7 +345,16 @@ class AgreementReporter:
             facts = {"run_id": self._run_id, "worker_id": worker_id, "policy_version": version}
             log.info("agreement.settled", extra=facts)
             await self._board.add_event("agreement.settled", facts)
+        await self._keep(groups, logprobs, version)
         return agreement
+
+    async def _keep(self, groups: Sequence[Group], logprobs: Sequence[Any], version: int) -> None:
+        """Keep differences of tokens for people; no training ends because they could not be kept."""
+        found = await in_thread(lambda _: token_differences(groups, logprobs, version))
+        try:
+            await self._rollouts.keep_differences(found)
+        except FabricError as error:
+            log.warning("agreement.not_kept: %s", error.message, extra={"run_id": self._run_id})
 
     async def _default_rule(self) -> AlarmRule:
         """Choose the rule by the published dtypes; a run's dtypes never change, so read them once."""

@@ -316,7 +316,7 @@ class AsyncRun:
         rollouts = ports.rollouts(config)
         self._ledger = Ledger(rollouts, run_id=config.run_id, open_ledgers=open_ledgers, spans=spans)
         self._waiting = Waiting(ports.board, config.run_id)
-        self._reporter = AgreementReporter(ports.board, ports.weights, config.run_id)
+        self._reporter = AgreementReporter(ports.board, ports.weights, rollouts, config.run_id)
         self._meter = StepMeter(ports.board, config.run_id)
 
     @property

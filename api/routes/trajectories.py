@@ -1,6 +1,4 @@
-"""Reading trajectories: what is under way, what waits for a trainer, what is kept of the past, and one in full.
-
-And what happened over the last days."""
+"""Reading trajectories: what is under way, what waits for a trainer, what is kept of the past, and one in full."""
 
 from __future__ import annotations
 
@@ -13,9 +11,6 @@ from fastapi import APIRouter, Query, Response
 from pydantic import TypeAdapter
 
 from ...fabric.contract.errors import BrokerError
-from ...fabric.contract.fields import WHOLE_MAX
-from ...fabric.contract.wire import dump_json
-from ...fabric.inspect.history import HistoryPoint, LendingVerdict, between, lending_verdicts, steps
 from ...fabric.inspect.trace import GroupRow, TrajectoryRow, TrajectoryView, group_row, progress_row, row_of, view_of
 from ...fabric.ports.reading import Counts, TrajectoryReader
 from ..access.problems import Refused
@@ -23,7 +18,6 @@ from ..schemas.answers import Problem
 from ..schemas.base import Model
 from .context import Context
 
-DAY_MS = 86_400_000
 GROUPS_AT_ONCE = 4
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     403: {"model": Problem, "description": "The api's broker user may not read trajectories"},
@@ -71,20 +65,10 @@ class Groups(Model):
     cursor: str | None
 
 
-class History(Model):
-    """What happened, coarse enough to draw."""
-
-    points: list[HistoryPoint]
-    """The oldest first: one a minute, as a controller takes samples; where they are too many, some together."""
-    since_ms: int | None
-    """When the oldest of them began, by the broker's wall clock; null: nothing is kept of that time."""
-    lending: list[LendingVerdict]
-    """Whether lending hurt anybody's users in that time, by serving worker, the worst first."""
-
-
 def router(context: Context) -> APIRouter:
     """Make the routes under /v1/runs/{run_id} that read trajectories."""
     routes = APIRouter(prefix="/v1/runs/{run_id}", tags=["read"], responses=PROBLEMS)
+    whole = TypeAdapter(TrajectoryView)
 
     async def reader(run_id: str) -> TrajectoryReader:
         status = await context.ports.board.run_status(run_id)
@@ -129,7 +113,7 @@ def router(context: Context) -> APIRouter:
                 "is not kept any more (kept_bytes_max of the run)",
             )
         tokenizer, note = await context.tokenizers.of(status.config.model)
-        body = await asyncio.to_thread(lambda: dump_json(view_of(run_id, seen, tokenizer, note)))  # it may be long
+        body = await asyncio.to_thread(lambda: whole.dump_json(view_of(run_id, seen, tokenizer, note)))  # long
         return Response(body, media_type="application/json")
 
     return routes
@@ -145,34 +129,6 @@ async def _of_groups(
         rows += [row_of(each, f"{each.group_id}.{index}") for each in groups for index in range(each.size)]
         if len(rows) >= count or not cursor:
             return rows, cursor
-
-
-def history_router(context: Context) -> APIRouter:
-    """Make the route /v1/history."""
-    routes = APIRouter(prefix="/v1", tags=["read"])
-    point = TypeAdapter(HistoryPoint)
-
-    @routes.get("/history", response_model=History)
-    async def history(
-        since_ms: Annotated[int | None, Query(ge=0, le=WHOLE_MAX, description="default: a day before now")] = None,
-        until_ms: Annotated[int | None, Query(ge=0, le=WHOLE_MAX, description="default: now")] = None,
-        count: Annotated[int, Query(ge=1, le=1000, description="of points, at most")] = 300,
-    ) -> Response:
-        """Tell what happened over hours or days: rates, levels, and what serving users saw."""
-        board = context.ports.board
-        end_ms = until_ms if until_ms is not None else await board.wall_ms()
-        samples = await board.samples(since_ms if since_ms is not None else end_ms - DAY_MS, end_ms)
-        found, texts = [], []
-        for before, after in steps(samples, count):
-            found.append(between(before, after))
-            texts.append(point.dump_json(found[-1]))
-            await asyncio.sleep(0)  # a point of 128 serving workers takes a millisecond: others are answered meanwhile
-        since = samples[0].time_ms if found else None
-        lending = await asyncio.to_thread(lending_verdicts, found)
-        rest = History(points=[], since_ms=since, lending=lending).model_dump_json().encode()
-        return Response(rest.replace(b"[]", b"[" + b",".join(texts) + b"]", 1), media_type="application/json")
-
-    return routes
 
 
 def _counts(counts: Counts) -> TrajectoryCounts:

@@ -2,8 +2,10 @@
 
 const KEY = "rollfab.key";
 const TIMEOUT_MS = 6000;
-const SILENT_MS = 45_000; // an api sends at least a comment every 15 s; whoever sends none is gone
 const NO_KEY = /[^!-~]/; // as api/access/keys.py has it; a browser sends no header with such a sign
+
+/** silentMs: an api sends at least a comment every 15 s; whoever sends none for so long is gone. Tests shorten it. */
+export const patience = { silentMs: 45_000 };
 
 /** Where the page lives, behind whatever prefix a proxy gives it: this file's folder's parent. */
 export const ROOT = new URL("../", import.meta.url);
@@ -31,9 +33,8 @@ export function takeKey() {
 
 /** The address of a place below v1: each part is one name, whatever is in it; undefined wishes are left out. */
 export function at(parts, wishes = {}) {
-  const query = new URLSearchParams(
-    Object.entries(wishes).filter(([, value]) => value !== undefined && value !== null),
-  );
+  const pairs = Object.entries(wishes).flatMap(([name, value]) => [value].flat().map((each) => [name, each]));
+  const query = new URLSearchParams(pairs.filter(([, value]) => value !== undefined && value !== null));
   return `v1/${parts.map(encodeURIComponent).join("/")}${query.size ? `?${query}` : ""}`;
 }
 
@@ -77,7 +78,7 @@ export async function follow(after, signal, take) {
   take([]);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {
-    const silent = setTimeout(() => reader.cancel().catch(() => {}), SILENT_MS);
+    const silent = setTimeout(() => reader.cancel().catch(() => {}), patience.silentMs);
     const { value, done } = await reader.read().finally(() => clearTimeout(silent));
     if (done) throw new ApiError(0, "the stream broke off");
     const messages = (rest + value).split("\n\n");

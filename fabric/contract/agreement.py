@@ -9,10 +9,12 @@ trainer/agreement.py makes the figures, and says what raises an alarm.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from .records import Float32, Int32
 from .wire import Record
 
 T = TypeVar("T")
@@ -129,3 +131,27 @@ class Agreement(Record):
             "stale_token_count": float(self.stale.token_count),
             "agreement_alarm_count": float(len(self.alarms)),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDifferences(Record):
+    """How far a trainer's log-probabilities of a rollout's tokens are from the workers', token by token: for people.
+
+    differences: float32, shape (T,), trainer − worker in nats, aligned with completion_ids; NaN where the policy did
+    not make the token, or one of the two is not finite.
+    """
+
+    KIND: ClassVar[int] = 14
+    ARRAYS: ClassVar[dict[str, str]] = {"differences": "f4"}
+
+    trajectory_id: str
+    policy_version: int
+    """Of the weights that the trainer computed with."""
+    mark: int
+    """Of the tokens that were compared (`mark_of`): a trajectory may have run again since."""
+    differences: Float32
+
+
+def mark_of(completion_ids: Int32) -> int:
+    """Return a number that tells the tokens of one attempt from another's."""
+    return zlib.crc32(completion_ids.tobytes())

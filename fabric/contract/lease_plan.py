@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .fields import check_parts
 from .records import Lease
 from .wire import Record
 
@@ -119,6 +120,31 @@ class ServingSample:
     tpot_slo_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseSample:
+    """What a worker held from a time on, until it held something else."""
+
+    worker_id: str
+    since_ms: int
+    """By the broker's wall clock, to about a second."""
+    run_id: str
+    """Of its lease; empty: it had none."""
+    slot_count: int
+    guard_state: str
+    """open, narrow, shut or silent; empty: it has no guard; gone: there was no such worker."""
+
+    def row(self) -> list[str | int]:
+        """Return it as it travels: without names, for there are many."""
+        return [self.worker_id, self.since_ms, self.run_id, self.slot_count, self.guard_state]
+
+
+def lease_samples(rows: list[Any]) -> tuple[LeaseSample, ...]:
+    """Make samples of the plain values that arrive in metadata."""
+    found = tuple(LeaseSample(*row) for row in rows)
+    check_parts(found, "Sample.leases")
+    return found
+
+
 def run_samples(rows: list[Any]) -> tuple[RunSample, ...]:
     """Make samples of the plain values that arrive in metadata."""
     return tuple(RunSample(**row) for row in rows)
@@ -131,10 +157,14 @@ def serving_samples(rows: list[Any]) -> tuple[ServingSample, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(Record):
-    """The fabric at one moment. runs, serving: the busiest, SAMPLE_ROW_COUNT_MAX at most; totals are of all."""
+    """The fabric at one moment. runs, serving: the busiest, SAMPLE_ROW_COUNT_MAX at most; totals are of all.
+
+    leases: what changed since the sample before, each with what was until then; what lasts is said again now and then.
+    """
 
     KIND: ClassVar[int] = 13
-    NESTED: ClassVar[dict[str, Any]] = {"runs": run_samples, "serving": serving_samples}
+    NESTED: ClassVar[dict[str, Any]] = {"runs": run_samples, "serving": serving_samples, "leases": lease_samples}
+    ROWS: ClassVar[dict[str, Any]] = {"leases": lambda found: [each.row() for each in found]}
     IGNORES_UNKNOWN: ClassVar[bool] = True
 
     time_ms: int
@@ -151,3 +181,4 @@ class Sample(Record):
     """Of workers that generate."""
     runs: tuple[RunSample, ...] = ()
     serving: tuple[ServingSample, ...] = ()
+    leases: tuple[LeaseSample, ...] = ()

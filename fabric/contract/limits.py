@@ -61,6 +61,7 @@ RECORD_BYTES_MAX = {
     "LeasePlan": 4 * MIB,  # a row per worker, 200 bytes each
     "Sample": 256 * KIB,  # kept once a minute: 128 runs and as many workers, 400 bytes each at most
     "Agreement": 256 * KIB,  # of 64 workers about 70 KiB; shown every second
+    "TokenDifferences": 512 * KIB,  # four bytes a token; trainer/agreement.py keeps half of it of a batch
     "Offer": MIB,  # of a collective: a line per member
     "Answer": 64 * KIB,  # to an offer: addresses
     "WeightManifest": 64 * MIB,  # 80 bytes per block of 4 MiB, a line per tensor, a digest per chunk

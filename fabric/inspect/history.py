@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_type_hints
 
-from ..contract.lease_plan import RunSample, Sample, ServingSample
+from ..contract.lease_plan import LeaseSample, RunSample, Sample, ServingSample
 from ..contract.records import WorkerInfo
 from ..contract.sharing import SharingReport
 from ..ports.queue import Survey
@@ -82,8 +82,13 @@ class HistoryPoint:
     """By worker; the busiest, 128 at most."""
 
 
-def sample_of(survey: Survey, causes: Mapping[str, Sequence[Cause]], reports: Mapping[str, SharingReport]) -> Sample:
-    """Take a sample of the fabric as it was read."""
+def sample_of(
+    survey: Survey,
+    causes: Mapping[str, Sequence[Cause]],
+    reports: Mapping[str, SharingReport],
+    leases: tuple[LeaseSample, ...] = (),
+) -> Sample:
+    """Take a sample of the fabric as it was read. leases: what became of them since the sample before."""
     live = [info for info, age_ms in survey.workers.values() if age_ms <= FRESH_MS]
     generating = [info for info in live if info.role in ROLLOUT_ROLES]
     runs = [
@@ -115,6 +120,7 @@ def sample_of(survey: Survey, causes: Mapping[str, Sequence[Cause]], reports: Ma
         slot_count=sum(info.slot_count for info in generating),
         runs=tuple(sorted(runs, key=lambda run: (-run.token_count, run.run_id))[:SAMPLE_ROW_COUNT_MAX]),
         serving=tuple(sorted(serving, key=lambda row: (-row.token_count, row.worker_id))[:SAMPLE_ROW_COUNT_MAX]),
+        leases=leases,
     )
 
 

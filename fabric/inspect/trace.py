@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..contract.agreement import TokenDifferences, mark_of
 from ..contract.records import Failure, Float32, Group, Int32, Rollout, Span, UInt8
 from ..model.tokenizer import Tokenizer
 from ..ports.reading import Progress, SeenGroup, SeenTrajectory
@@ -90,6 +91,8 @@ class Piece:
     logprobs: list[float | None] | None
     """Natural logarithms, one a token, null where one is not finite; null: the policy did not make it."""
     spans: list[TokenSpan]
+    differences: list[float | None] | None = None
+    """A trainer's log-probabilities less these, one a token, null where one is not finite; null: none is kept."""
     is_running: bool = False
     """A worker is still making it; what is here was saved a moment ago."""
 
@@ -123,6 +126,8 @@ class TrajectoryView(TrajectoryRow):
     """Of chat, as they were said; none where text was not chat."""
     sibling_ids: list[str]
     """All trajectories of its group, itself among them."""
+    compared_version: int | None = None
+    """The policy version of the weights by which a trainer compared its tokens; null: no comparison is kept."""
     traceback: str | None = None
     """Of an attempt that was given up."""
 
@@ -189,6 +194,7 @@ def view_of(run_id: str, seen: SeenTrajectory, tokenizer: Tokenizer | None, text
     """Show a trajectory in full. tokenizer: its model's; None where text_note says why there is none."""
     group, name = seen.group, seen.trajectory_id
     rollout, letter = group.rollouts.get(name), group.letters.get(name)
+    compared = group.differences if rollout is not None and _is_of(group.differences, rollout) else None
     pieces = _pieces(rollout) if rollout is not None else _pieces_under_way(seen)
     job = seen.job
     return TrajectoryView(
@@ -197,14 +203,21 @@ def view_of(run_id: str, seen: SeenTrajectory, tokenizer: Tokenizer | None, text
         seed=rollout.seed if rollout is not None else job.seed if job is not None else None,
         task=group.task,
         text_note=text_note,
-        pieces=[_with_text(each, tokenizer) for each in pieces],
+        pieces=[_with_text(each, tokenizer, compared) for each in pieces],
         timeline=_timeline(rollout.turn_ms) if rollout is not None else [],
         rewards=_rewards(rollout),
         info={} if rollout is None else {key: value for key, value in rollout.info.items() if key != "rewards"},
         messages=[] if rollout is None else [each for node in rollout.nodes for each in node.messages],
         sibling_ids=[f"{group.group_id}.{index}" for index in range(group.size)],
         traceback=None if letter is None else letter.traceback or None,
+        compared_version=None if compared is None else compared.policy_version,
     )
+
+
+def _is_of(found: TokenDifferences | None, rollout: Rollout) -> bool:
+    """Tell whether differences are of these tokens: the trajectory may have run again since they were compared."""
+    ids = rollout.completion_ids
+    return found is not None and len(found.differences) == len(ids) and found.mark == mark_of(ids)
 
 
 # ---- rows
@@ -354,7 +367,7 @@ def _pieces_under_way(seen: SeenTrajectory) -> list[_Bare]:
     return found
 
 
-def _with_text(piece: _Bare, tokenizer: Tokenizer | None) -> Piece:
+def _with_text(piece: _Bare, tokenizer: Tokenizer | None, compared: TokenDifferences | None) -> Piece:
     start, end = piece.start, piece.start + len(piece.ids)
     spans = (
         [each for each in piece.spans if each.start < end and each.end > start] if piece.logprobs is not None else []
@@ -375,6 +388,9 @@ def _with_text(piece: _Bare, tokenizer: Tokenizer | None) -> Piece:
             )
             for each in spans
         ],
+        differences=None
+        if compared is None or piece.logprobs is None
+        else [_finite(each) for each in compared.differences[start:end].tolist()],
         is_running=piece.is_running,
     )
 
@@ -388,7 +404,11 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     names = {number: text for text, number in tokenizer.special_ids.items()}
     found: list[str] = []
     part: list[int] = []
+    alone: dict[int, str] = {}  # what stands for itself, of ids seen so far: most come again
     for number in ids:
+        if not part and number in alone:
+            found.append(alone[number])
+            continue
         if number in names or not 0 <= number < tokenizer.vocabulary_size:
             found.append(names.get(number, f"<{number}>"))
             part = []
@@ -396,6 +416,8 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
         part.append(number)
         text = tokenizer.decode(part)
         is_half = text.endswith(HALF) and len(part) < CHARACTER_TOKENS_MAX
+        if len(part) == 1 and not is_half:
+            alone[number] = text
         found.append("" if is_half else text)
         part = part if is_half else []
     if part:

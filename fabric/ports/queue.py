@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any, Literal, Protocol
 
-from ..contract.agreement import Agreement
+from ..contract.agreement import Agreement, TokenDifferences
 from ..contract.fields import WHOLE_MAX
 from ..contract.ids import NAME
 from ..contract.images import Image
@@ -446,6 +446,13 @@ class RolloutStream(Protocol):
 
         Raises:
             ClaimLost: another consumer took it over, or it runs again. Nothing was written.
+        """
+        ...
+
+    async def keep_differences(self, found: Sequence[TokenDifferences]) -> int:
+        """Keep beside their groups, until these are forgotten, how far log-probabilities differ; return of how many.
+
+        Those whose group is acknowledged or gone are not kept.
         """
         ...
 

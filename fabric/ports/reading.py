@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from ..contract.agreement import TokenDifferences
 from ..contract.records import DeadLetter, Rollout, TokenLog, TrajectoryJob, TurnJob, TurnResult
 
 GroupState = Literal["open", "waiting", "finished"]
@@ -38,7 +39,8 @@ class SeenGroup:
 
     state: open; waiting (complete, for a trainer); finished (acknowledged, and kept for people). rollouts: by
     trajectory. unread: why others cannot be read. progress: of all that have no rollout. letters: of those that were
-    given up. ended_ms: when it was acknowledged, by the broker's wall clock.
+    given up. ended_ms: when it was acknowledged, by the broker's wall clock. differences: of the one trajectory that
+    was asked for, where a trainer compared it.
     """
 
     group_id: str
@@ -55,6 +57,7 @@ class SeenGroup:
     unread: dict[str, str] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     letters: dict[str, DeadLetter] = field(default_factory=dict)
+    differences: TokenDifferences | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,8 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    state (open | complete), ended_by and entry (of `completed`) once it was
                                    complete, bytes, task (JSON), deadline if it has one,
                                    redelivered if it was taken back from somebody who may have used it.
-                                   pushed: when it was taken in. Deleted by acknowledge or cancel.
+                                   pushed: when it was taken in. differences:<trajectory_id>: TokenDifferences, of
+                                   some, as a trainer compared last. Deleted by acknowledge or cancel.
   rf:{run.s}:open           HASH   group_id → "priority missing quorum" of groups not complete. Field deleted then.
   rf:{run.s}:late           ZSET   group_id → its deadline. Member deleted when it is complete or cancelled, and
                                    there again when it is taken back to be run again.
@@ -123,6 +124,7 @@ from ..contract.text import one_line
 PREFIX = "rf"
 CONSUMER_GROUP_WORKERS = "workers"
 CONSUMER_GROUP_TRAINER = "trainer"
+DIFFERENCES = b"differences:"  # before a trajectory's id, in a group's row
 EVENT_COUNT_MAX = 10_000
 SAMPLES_BYTES_MAX = 16 << 20
 SAMPLE_COUNT_MAX = 7 * 24 * 60  # a week

@@ -35,6 +35,7 @@ from .scripts import Call, Scripts
 from .status import queue_status, read_status, sum_up
 
 SAMPLES_AT_ONCE = 32  # up to a megabyte and a half
+SAMPLES_AVERAGED = 60  # a sample in which many leases changed must not cost an hour of others
 STANDING = 0
 REFUSED = -1  # set_leases answers this where a newer term or lease is in place …
 SAME_LEASE = 1  # … and this where it only extended a lease
@@ -47,6 +48,7 @@ class RedisLeases:
         self._client: Any = client  # its stubs do not know that replies are bytes
         self._scripts = Scripts(client)
         self._seen: dict[bytes, tuple[bytes, WorkerInfo]] = {}  # infos of workers at the last survey
+        self._sample_bytes: float | None = None  # of samples of the last hour or so, on average
 
     async def lead(self, controller_id: str, duration_ms: int, *, process: str = "", is_new: bool = False) -> int:
         with translate():
@@ -177,7 +179,10 @@ class RedisLeases:
 
     async def add_sample(self, term: int, sample: Sample) -> bool:
         row = sample.encode()
-        count = max(1, min(names.SAMPLE_COUNT_MAX, names.SAMPLES_BYTES_MAX // len(row)))
+        if self._sample_bytes is None:  # the first of a term says of every worker what it holds: none is as large
+            self._sample_bytes = len(replace(sample, leases=()).encode())
+        self._sample_bytes += (len(row) - self._sample_bytes) / SAMPLES_AVERAGED
+        count = max(1, min(names.SAMPLE_COUNT_MAX, int(names.SAMPLES_BYTES_MAX / self._sample_bytes)))
         with translate():
             return bool(await self._scripts.call("add_sample", [], [term, row, count]))
 

@@ -11,13 +11,14 @@ from redis.asyncio import Redis
 from ..broker.clients.channel import Command, checked
 from ..broker.clients.typed import is_wrong_type
 from ..broker.connection import translate
+from ..contract.agreement import TokenDifferences
 from ..contract.errors import InputError, WireError
 from ..contract.ids import group_of, turn_id
 from ..contract.ids import trajectory_id as named
 from ..contract.records import DeadLetter, RunConfig, TokenLog, TurnResult
 from ..contract.wire import load_json
 from ..ports.reading import Counts, GroupState, Progress, SeenGroup, SeenTrajectory
-from .keys import RunShards, ShardKeys
+from .keys import DIFFERENCES, RunShards, ShardKeys
 from .rows import BadRows, GroupFacts, is_job_name, job_row, kept_row, letter_row, rollout_rows, turn_row
 from .scripts import Scripts
 
@@ -188,6 +189,7 @@ class RedisTrajectoryReader:
             unread=unread,
             progress={each.trajectory_id: each for each in progress},
             letters=await self.letters(missing) if missing and facts.failed_count else {},
+            differences=_differences(row, only),
         )
 
     async def _made(self, table: str, only: str | None, *, is_large: bool) -> dict[bytes, bytes]:
@@ -202,6 +204,12 @@ class RedisTrajectoryReader:
         with translate():
             found = await self._scripts.channel.ask_many(commands)
             return checked([nothing if is_wrong_type(each) else each for each in found])
+
+
+def _differences(row: Mapping[bytes, bytes], trajectory_id: str | None) -> TokenDifferences | None:
+    """Read from a group's row how far a trajectory's log-probabilities differ; None: nobody compared it."""
+    raw = None if trajectory_id is None else row.get(DIFFERENCES + trajectory_id.encode())
+    return None if raw is None else _Readable().read(lambda: TokenDifferences.decode(raw))
 
 
 class _Readable:

@@ -22,6 +22,7 @@ from ..broker.clients.channel import Command, checked, stream_entries
 from ..broker.clients.typed import is_wrong_type
 from ..broker.clients.waiting import first_found
 from ..broker.connection import translate
+from ..contract.agreement import TokenDifferences
 from ..contract.clock import Clock, SystemClock
 from ..contract.errors import BrokerError, FabricError, FirstError
 from ..contract.ids import group_of, new_worker_id, trajectory_id
@@ -343,6 +344,20 @@ class RedisRolloutStream:
             ack: Command = ("XACK", keys.completed, CONSUMER_GROUP_TRAINER, *dropped)
             answers = await ask([ack, ("XDEL", keys.completed, *dropped)])
             checked([each for each in answers if not is_wrong_type(each)])
+
+    async def keep_differences(self, found: Sequence[TokenDifferences]) -> int:
+        by_group: dict[str, list[TokenDifferences]] = {}
+        for each in found:
+            by_group.setdefault(group_of(each.trajectory_id), []).append(each)
+        calls: list[Call] = []
+        for group_id, group in by_group.items():
+            keys, args = self._shards.of(group_id), list[Any]()
+            for each in group:
+                args += [each.trajectory_id, each.encode()]
+            calls.append(("keep_differences", [keys, keys.of_group(group_id)], args))
+        with translate():
+            kept = checked(await self._scripts.call_many(calls)) if calls else []
+        return sum(len(group) for group, is_kept in zip(by_group.values(), kept, strict=True) if is_kept)
 
     async def acknowledge(self, delivery: Delivery) -> bool:
         keys = self._shards.all[delivery.shard]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..contract.agreement import Agreement
+from ..contract.agreement import Agreement, TokenDifferences
 from ..contract.fields import WHOLE_MAX
 from ..contract.ids import NAME
 from ..contract.images import digest_of
@@ -25,7 +25,7 @@ from ..contract.records import DeadLetter, Rollout, TokenLog, TurnResult
 from ..contract.wire import load_json
 from ..format.manifest import WeightManifest
 from ..rules.queue.timings import check_timing
-from .keys import URGENCY_COUNT
+from .keys import DIFFERENCES, URGENCY_COUNT
 from .rows import (
     ENDINGS,
     UNREADABLE,
@@ -155,6 +155,9 @@ def _group_fact(run: str, name: bytes, raw: bytes) -> None:
         _require(isinstance(load_json(raw), dict), "it is no JSON object")
     elif name == b"ended_by":
         _require(raw.decode() in ENDINGS, f"{raw[:40]!r} is no way to end")
+    elif name.startswith(DIFFERENCES):
+        found = TokenDifferences.decode(raw)
+        _require(DIFFERENCES + found.trajectory_id.encode() == name, "it is another one's")
 
 
 def _rollout(run: str, name: bytes, raw: bytes) -> None:

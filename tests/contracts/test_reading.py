@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollfab.fabric.contract.agreement import TokenDifferences, mark_of
 from rollfab.fabric.contract.errors import BrokerError, InputError
-from rollfab.fabric.contract.records import Span, TokenLog
+from rollfab.fabric.contract.records import Rollout, Span, TokenLog
 from rollfab.fabric.inspect.trace import TrajectoryView, row_of, view_of
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TurnProgress, TurnSettle
@@ -88,6 +89,55 @@ async def test_a_trajectory_is_shown_wherever_it_is(world: World) -> None:
     assert (counts.begun, counts.waiting, counts.finished) == (0, 0, 1)
     assert await world.reading.find("g1.2") is None
     assert await world.reading.find("nobody") is None
+
+
+def differences_of(rollout: Rollout, value: float, **changes: Any) -> TokenDifferences:
+    """A comparison in which every token differs by a value."""
+    found = TokenDifferences(
+        trajectory_id=rollout.trajectory_id,
+        policy_version=5,
+        mark=mark_of(rollout.completion_ids),
+        differences=np.full(len(rollout.completion_ids), value, np.float32),
+    )
+    return dataclasses.replace(found, **changes)
+
+
+async def test_how_far_a_trainer_s_log_probabilities_differ_is_shown_as_long_as_its_group_is(world: World) -> None:
+    await push(world, "g1", 2)
+    for claim in await world.trajectories.claim("a1", 2):
+        assert await settle(world, claim)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    one, two = delivery.group.rollouts
+    # Given a comparison, and a later one of one trajectory, and of a group that is not there
+    held = await _bytes_held(world)
+    assert await world.rollouts.keep_differences([differences_of(one, 0.5), differences_of(two, 0.25)]) == 2
+    later = differences_of(one, -0.5)
+    assert await world.rollouts.keep_differences([later, differences_of(one, 1.0, trajectory_id="g7.0")]) == 1
+    assert await world.rollouts.keep_differences([]) == 0
+    # Then the newest of each is shown, in all that the policy made, and counted with the group
+    shown = await view(world, one.trajectory_id)
+    assert shown.compared_version == 5
+    for piece in shown.pieces:
+        assert piece.differences == (None if piece.logprobs is None else [-0.5] * len(piece.ids))
+    assert (await view(world, two.trajectory_id)).pieces[-1].differences == [0.25] * len(two.completion_ids)
+    assert await _bytes_held(world) - held == len(later.encode()) + len(differences_of(two, 0.25).encode())
+    # Also when the group is kept of the past; with it, nothing is left to count
+    assert await world.rollouts.acknowledge(delivery)
+    assert (await view(world, one.trajectory_id)).compared_version == 5
+    assert await _bytes_held(world) == 0
+    assert await world.rollouts.keep_differences([later]) == 0
+
+
+async def test_differences_of_other_tokens_than_are_there_are_not_shown(world: World) -> None:
+    await push(world, "g1", 1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    assert await settle(world, claim)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    (one,) = delivery.group.rollouts
+    for changes in ({"mark": 1}, {"differences": np.zeros(1, np.float32)}):
+        assert await world.rollouts.keep_differences([differences_of(one, 0.5, **changes)]) == 1
+        shown = await view(world, one.trajectory_id)
+        assert (shown.compared_version, {piece.differences for piece in shown.pieces}) == (None, {None})
 
 
 async def test_the_oldest_come_first_page_by_page_and_what_has_ended_is_not_among_them(world: World) -> None:
@@ -220,6 +270,12 @@ async def test_a_sum_that_somebody_wrote_over_is_mended(world: World) -> None:
     for other in RunShards("r1", world.run.shard_count).all:  # as it was, for the check of what holds
         if other is not keys and other.base != keys.base:
             await world.do("HDEL", other.run, "kept_bytes")
+
+
+async def _bytes_held(world: World) -> int:
+    """Bytes of open and waiting groups, as the run counts them."""
+    keys = RunShards("r1", world.run.shard_count).all
+    return sum([int(await world.do("HGET", each.run, "bytes") or 0) for each in keys])
 
 
 async def _kept_rows(world: World) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -159,3 +160,69 @@ async def test_a_stream_of_events_that_broke_off_is_not_called_broken_when_it_is
     await page.wait_text("#view .notice", "The stream of events is interrupted", timeout_s=SAID_S)
     async with running_api(broker_url, port=port):
         await page.wait_gone("#view .notice", timeout_s=BACK_S)
+
+
+SHORTENED = "import('./static/client.js').then(({ patience }) => (patience.silentMs = 400))"
+
+
+class SilentStream:
+    """A proxy of an api that answers /v1/events itself: one event a connection, and then no sign of life."""
+
+    def __init__(self, api: ApiWorld) -> None:
+        self._api = api.url.removeprefix("http://").rstrip("/").rpartition(":")
+        self.asked: list[str] = []  # what each connection wanted to follow after
+        self.is_ended: list[bool] = []  # whether the page has closed it
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        path = request.split(b" ", 2)[1].decode()
+        with contextlib.suppress(ConnectionError):
+            await (self._fall_silent(path, reader, writer) if "/v1/events" in path else self._pass_on(request, writer))
+        writer.close()
+
+    async def _fall_silent(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(self.asked)
+        self.asked.append(path.partition("after=")[2])
+        self.is_ended.append(False)
+        event = {
+            "event_id": f"{number + 1}-0",
+            "time_ms": 1,
+            "kind": "worker.failed",
+            "facts": {"worker_id": f"w{number}"},
+        }
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        writer.write(f"id: {number + 1}-0\ndata: {json.dumps(event)}\n\n".encode())
+        await writer.drain()
+        await reader.read()  # until the page hangs up
+        self.is_ended[number] = True
+
+    async def _pass_on(self, request: bytes, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._api[0], int(self._api[2]))
+        back.write(request.replace(b"keep-alive", b"close"))
+        while data := await there.read(65536):
+            writer.write(data)
+        back.close()
+
+
+async def test_a_stream_of_events_that_falls_silent_is_told_left_and_followed_anew(
+    api: ApiWorld, browser: Browser
+) -> None:
+    stub = SilentStream(api)
+    async with await asyncio.start_server(stub.serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        page = await browser.open(url)
+        await page.wait_text("#state", "live", timeout_s=BACK_S)
+        await page.evaluate(SHORTENED)
+        # Given a stream that sends an event, and then neither another nor a comment nor an end
+        await page.click("#nav a[href$=events]")
+        await page.wait_text("#all-events", "w0", timeout_s=BACK_S)
+        # Then the page says so, hangs up, and follows anew after what it has
+        await page.wait_text(
+            "#view .notice", "The stream of events is interrupted: the stream broke off", timeout_s=SAID_S
+        )
+        await page.wait_text("#all-events", "w1", timeout_s=BACK_S)
+        assert stub.asked[:2] == ["0", "1-0"]
+        assert stub.is_ended[0]
+        await page.wait_text("#all-events", "w0")
+        assert not await page.evaluate(STALE)  # the api itself answers
+        assert page.complaints() == []

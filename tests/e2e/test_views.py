@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from rollfab.api.access.keys import new_key
-from rollfab.fabric.contract.lease_plan import RunSample, Sample, ServingSample
+from rollfab.fabric.contract.lease_plan import LeaseSample, RunSample, Sample, ServingSample
 from rollfab.fabric.contract.records import Node, Rollout, Span
 from rollfab.fabric.contract.sharing import LendSetting, SharingReport
 from rollfab.fabric.model.tokenizer import CharTokenizer
+from rollfab.trainer.agreement import BFLOAT16, AgreementReporter
 from rollfab.trainer.publish.publisher import Publisher
 from tests.e2e.chromium import Browser, Page
 from tests.e2e.page_checks import look
@@ -32,7 +33,9 @@ VIEWS = {  # address; what is seen there last, with a part of its text
     "run": ("runs/r1", "[data-group=g9] [data-f=complete]", "1 of 8"),
     "trajectory": ("runs/r1/trajectories/g2.0", "[data-piece='1']", "left"),
     "finished": ("runs/r1/trajectories/g1.0?colour=logprob", "[data-f=legend]", "likely: 50 % to 90 %"),
+    "compared": ("runs/r1/trajectories/g2.1?colour=difference", "[data-f=legend]", "half as likely"),
     "workers": ("workers", "[data-worker=serving-1]", "serving-1"),
+    "leases": ("workers?show=leases", "[data-f=lease-legend]", "guard narrow"),
     "serving": ("serving", "[data-verdict=serving-1]", "hurt"),
     "dead": ("dead", "[data-dead=r1] .cause", "environment raised <b>ValueError</b>"),
     "events": ("events", "#all-events", "trainer.step"),
@@ -63,14 +66,19 @@ def played(rollout: Rollout) -> Rollout:
     )
 
 
-async def finish(api: ApiWorld, group_id: str, size: int = 1) -> None:
-    """A group is submitted, played and consumed."""
+async def finish(api: ApiWorld, group_id: str, size: int = 1, *, is_compared: bool = False) -> None:
+    """A group is submitted, played, perhaps compared with the trainer's model, and consumed."""
     await api.push_group(group_id, size)
     for claim in await api.claim(size):
         rollout = played(rollout_of(claim.job, 1.0))
         assert await api.fabric.trajectories(RUN).settle(claim, rollout, is_scored=True)
     stream = api.fabric.rollouts(RUN)
     (delivery,) = await stream.receive("t", 1, 1.0)
+    if is_compared:
+        reporter = AgreementReporter(api.fabric.board, api.fabric.weights, stream, RUN.run_id)
+        off = np.resize([0.0, 0.05, 0.3, -0.05, -0.3, -2.0, 1.5], sum(map(len, TEXTS[1:]))).astype(np.float32)
+        logprobs = [rollout.logprobs + off for rollout in delivery.group.rollouts]
+        await reporter.report([delivery.group], logprobs, 3, BFLOAT16)
     assert await stream.acknowledge(delivery)
 
 
@@ -93,7 +101,7 @@ async def furnish(api: ApiWorld) -> None:
     report = SharingReport(worker_id="serving-1", alone=latencies, shared=latencies, ttft_slo_ms=60, token_count=777)
     await api.fabric.board.set_sharing(report)
     for index in range(3):
-        await finish(api, f"g{index}", 4)
+        await finish(api, f"g{index}", 4, is_compared=index == 2)
     await api.push_group("g9", 8)
     claims = await api.claim(4)
     await api.settle(claims[0], 0.5)
@@ -106,6 +114,7 @@ async def remember(api: ApiWorld) -> None:
     """An hour of samples, as a controller takes them, in which a burst hurt serving users once."""
     board = api.fabric.board
     term, now_ms = await board.lead("controller-1", 60_000), await board.wall_ms()
+    held = leases_held(now_ms - 3_600_000)
     for minute in range(60):
         tokens = 6_000 * minute + 90 * minute * (minute % 7)
         run = RunSample(
@@ -144,8 +153,24 @@ async def remember(api: ApiWorld) -> None:
             slot_count=16,
             runs=(run,),
             serving=(serving,),
+            leases=tuple(row for since, row in held if since == minute),
         )
         assert await board.add_sample(term, sample)
+
+
+def leases_held(start_ms: int) -> list[tuple[int, LeaseSample]]:
+    """What a controller wrote down of two workers' leases, by the minute of the hour."""
+    rows = (
+        (0, "w1", "r1", 8, ""),
+        (21, "w1", "night-run", 4, ""),
+        (52, "w1", "r1", 8, ""),
+        (2, "serving-1", "", 0, "shut"),
+        (9, "serving-1", "r1", 3, "open"),
+        (30, "serving-1", "", 0, "shut"),
+        (41, "serving-1", "night-run", 1, "narrow"),
+        (47, "serving-1", "night-run", 2, "open"),
+    )
+    return [(minute, LeaseSample(name, start_ms + 60_000 * minute, *rest)) for minute, name, *rest in rows]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -250,6 +275,42 @@ async def test_a_trajectory_is_told_as_text_tokens_times_and_raw(api: ApiWorld, 
     # And one that nobody has is not there
     await page.call("Page.navigate", url=f"{api.url}runs/r1/trajectories/g77.0")
     await page.wait_text(".notice", "has no trajectory 'g77.0' now")
+
+
+async def test_tokens_are_coloured_by_how_far_the_trainer_s_log_probabilities_differ(
+    api: ApiWorld, browser: Browser, tmp_path: Path
+) -> None:
+    await finish(api, "g1", 1)
+    await finish(api, "g2", 1, is_compared=True)
+    # Where no trainer compared it, the colour is not offered, and it is said how it comes to be
+    page = await browser.open(f"{api.url}runs/r1/trajectories/g1.0?colour=difference")
+    await page.wait_text(
+        "[data-f=compared]", "have it call run.compare before its groups are acknowledged", timeout_s=10
+    )
+    values = "[...document.querySelector('[data-f=colour]').options].map((each) => each.value)"
+    assert "difference" not in await page.evaluate(values)
+    await page.wait_text("[data-f=legend]", "the policy made it")
+    # Where one did, tokens are coloured by it, and each one's is told
+    await page.call("Page.navigate", url=f"{api.url}runs/r1/trajectories/g2.0")
+    await page.wait_text("[data-f=compared]", "with version 3", timeout_s=10)
+    await choose(page, "colour", "difference")
+    tones = "[...document.querySelectorAll('[data-piece=\"1\"] .t')].map((each) => each.dataset.tone)"
+    assert await page.evaluate(tones) == ["e0", "a1", "a2", "b1"]
+    await page.click("[data-piece='1'] .t:last-of-type")
+    await page.wait_text("[data-f=pointed]", "trainer − worker −0.0500 nats, ratio 0.951")
+    # And so does the page that is kept on a disk
+    await page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    await page.click("[data-f=offline]")
+    file = tmp_path / "g2.0.html"
+    for _ in range(200):
+        if file.exists() and file.stat().st_size:
+            break
+        await asyncio.sleep(0.05)
+    offline = await browser.open(file.as_uri())
+    await choose(offline, "colour", "difference")
+    await offline.wait_text("[data-f=legend]", "half as likely")
+    assert await offline.evaluate(tones) == ["e0", "a1", "a2", "b1"]
+    assert page.complaints() == []
 
 
 async def test_a_trajectory_that_branches_is_a_tree(api: ApiWorld, browser: Browser) -> None:
@@ -361,6 +422,60 @@ async def test_of_a_thousand_workers_those_in_sight_are_drawn_and_any_is_found(a
     )
     assert ends < 1440
     assert await page.evaluate("location.search") == "?q=w0333"
+    assert page.complaints() == []
+
+
+async def test_leases_are_told_over_time_by_lane_and_in_words(api: ApiWorld, browser: Browser) -> None:
+    await furnish(api)
+    page = await browser.open(f"{api.url}workers", width=1440, height=900)
+    await choose(page, "show", "leases")
+    # Then every worker that takes leases has a lane, which also says in words what is drawn
+    await page.wait_text("[data-f=lease-legend]", "night-run", timeout_s=10)
+    await page.wait_text("[data-f=looked]", "as written down every minute, last at")
+    label = "document.querySelector('[data-lane=serving-1] .lease-lane').getAttribute('aria-label')"
+    assert await page.evaluate(label) == "serving-1: 3 leases; at last run night-run, 2 slots, guard open"
+    assert await page.evaluate("document.querySelector('[data-lane=agent-1]') === null")
+    drawn = "[...document.querySelectorAll('[data-lane=serving-1] .lease-lane i')].map((each) => each.dataset.guard)"
+    assert await page.evaluate(drawn) == ["shut", "open", "shut", "narrow", "open"]
+    # also with keys alone
+    await page.tab_to("[data-lane=serving-1] summary")
+    await page.press("Enter")
+    await page.wait_text("[data-lane=serving-1] ol", "run night-run, 1 slot, guard narrow")
+    # And what was asked for stays in the address, and narrows the lanes
+    await page.type("[data-f=search]", "w1")
+    await page.wait_gone("[data-lane=serving-1]")
+    await choose(page, "span", "6h")
+    await page.wait_text("[data-lane=w1] ol", "", timeout_s=10)
+    assert await page.evaluate("location.search") == "?show=leases&q=w1&span=6h"
+    # And the workers are there again
+    await choose(page, "show", "")
+    await page.wait_text("[data-worker=w1]", "w1")
+    assert await page.evaluate("document.querySelector('#lease-times') === null")
+    assert page.complaints() == []
+
+
+async def test_of_a_thousand_workers_fifty_lanes_are_asked_for_and_drawn_at_a_time(
+    api: ApiWorld, browser: Browser
+) -> None:
+    names = [f"w{index:04d}" for index in range(1000)]
+    await asyncio.gather(*(api.beat(name, "dedicated", slot_count=8) for name in names))
+    page = await browser.open(f"{api.url}workers?show=leases", width=1440, height=900)
+    lanes = "document.querySelectorAll('[data-lane]').length"
+    await page.wait_for("document.querySelector('[data-lane=w0049]')", timeout_s=15)
+    await page.wait_text("[data-f=looked]", "Nothing is written down of that time", timeout_s=10)
+    assert await page.evaluate(lanes) == 50
+    await page.click("[data-f=more-lanes]")
+    await page.wait_for("document.querySelector('[data-lane=w0099]')")
+    assert await page.evaluate(lanes) == 100
+    for _ in range(200):
+        asked = [address.count("worker=") for address in page.requested() if "leases/history" in address]
+        if 100 in asked:
+            break
+        await asyncio.sleep(0.05)
+    assert max(asked) == 100
+    await page.type("[data-f=search]", "w0777")
+    await page.wait_text("[data-lane=w0777]", "w0777")
+    assert await page.evaluate(lanes) == 1
     assert page.complaints() == []
 
 

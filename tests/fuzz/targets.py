@@ -19,7 +19,7 @@ from rollfab.api.access.keys import parse_keys
 from rollfab.api.reading.views import agreement_view
 from rollfab.deploy.cli.data import read_tasks
 from rollfab.fabric.broker.clients.url import mask_url, resolve_url
-from rollfab.fabric.contract.agreement import Agreement, Alarm, AlarmRule, Figures, WorkerFigures
+from rollfab.fabric.contract.agreement import Agreement, Alarm, AlarmRule, Figures, TokenDifferences, WorkerFigures
 from rollfab.fabric.contract.errors import (
     ChainBroken,
     ConfigError,
@@ -30,7 +30,15 @@ from rollfab.fabric.contract.errors import (
     WireError,
 )
 from rollfab.fabric.contract.ids import check_name
-from rollfab.fabric.contract.lease_plan import LeasePlan, PlanRow, RunDemand, RunSample, Sample, ServingSample
+from rollfab.fabric.contract.lease_plan import (
+    LeasePlan,
+    LeaseSample,
+    PlanRow,
+    RunDemand,
+    RunSample,
+    Sample,
+    ServingSample,
+)
 from rollfab.fabric.contract.records import (
     DeadLetter,
     Rollout,
@@ -131,6 +139,7 @@ RECORDS: tuple[Record, ...] = (
                 tpot_slo_ms=20.0,
             ),
         ),
+        leases=(LeaseSample("w1", 7, "r1", 2, "open"), LeaseSample("w2", 8, "", 0, "gone")),
     ),
     LeasePlan(
         controller_id="c1",
@@ -193,6 +202,9 @@ RECORDS: tuple[Record, ...] = (
         worker_count=1,
         workers=(WorkerFigures(worker_id="worker-1", policy_version=7, token_count=5),),
         alarms=(Alarm(worker_id="worker-1", figure="k3_kl", value=1.0, limit=0.1, policy_version=7, text="bad"),),
+    ),
+    TokenDifferences(
+        trajectory_id="g1.0", policy_version=7, mark=3, differences=np.array([0.5, np.nan], dtype=np.float32)
     ),
 )
 

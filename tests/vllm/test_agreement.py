@@ -74,7 +74,8 @@ class Bed:
         with EmbeddedBroker.start() as broker:
             async with await RedisFabric.open(broker.url, client_name="tests") as fabric:
                 await fabric.board.create_run(RUN)
-                found = await AgreementReporter(fabric.board, fabric.weights, "r1").report(groups, logprobs, 1, FLOAT32)
+                reporter = AgreementReporter(fabric.board, fabric.weights, fabric.rollouts(RUN), "r1")
+                found = await reporter.report(groups, logprobs, 1, FLOAT32)
                 kept = (await fabric.board.run_status("r1")).agreement
         assert kept == found, "what the batch said is kept, and shown from there"
         return found

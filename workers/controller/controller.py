@@ -32,6 +32,7 @@ from ...fabric.ports.queue import LeaseBoard, Survey
 from ...fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, plan, settle
 from ...fabric.rules.lending.lease import has_ended
 from .demand import Census
+from .lease_log import LeaseLog
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Controller:
         self._shown: LeasePlan | None = None
         self._shown_at_s = 0.0
         self._standing = Standing()
+        self._lease_log = LeaseLog()
         self._looked_at_s = -math.inf
         self._sampled_at_s = -math.inf
 
@@ -123,6 +125,7 @@ class Controller:
         self._census, self._grants, self._owed = Census(), [], {}
         self._shown = None
         self._standing = Standing()
+        self._lease_log = LeaseLog()
 
     def _mind_the_gap(self) -> tuple[float, float]:
         """Return the seconds since the last tick that can be accounted for, and the time now.
@@ -237,6 +240,7 @@ class Controller:
         if now_s - self._looked_at_s < LOOK_S:
             return
         self._looked_at_s = now_s
+        self._lease_log.look(survey)
         causes = await diagnose_survey(self._board, survey, lends, shown, await self._board.memory_bytes())
         events = self._standing.news({run_id: found[0] for run_id, found in causes.items()})
         for kind, facts in events:
@@ -249,7 +253,8 @@ class Controller:
         """Keep how all goes for people who look later, once a minute."""
         if now_s - self._sampled_at_s >= self._config.sample_s:
             self._sampled_at_s = now_s
-            sample = sample_of(survey, causes, await self._board.sharing())
+            leases = self._lease_log.rows(survey.wall_ms)
+            sample = sample_of(survey, causes, await self._board.sharing(), leases)
             await self._board.add_sample(self._term, sample)
 
 

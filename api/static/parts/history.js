@@ -8,18 +8,20 @@ const SPANS = { "1h": [1, "1 hour"], "6h": [6, "6 hours"], "24h": [24, "1 day"],
 
 const HISTORY_MS = 20_000;
 
-/** Reads what happened, over as many hours as the address wishes. */
+/** As many hours as the address wishes. */
+export const spanHours = (page, usual = "6h") => (SPANS[page.wishes.get("span")] ?? SPANS[usual])[0];
+
+/** Reads what happened in that time. */
 export function historyReading(page) {
-  const hours = () => (SPANS[page.wishes.get("span")] ?? SPANS["6h"])[0];
   const reading = new Reading(
-    () => ask(at(["history"], { since_ms: Math.round(Date.now() - hours() * 3_600_000), count: 300 })),
+    () => ask(at(["history"], { since_ms: Math.round(Date.now() - spanHours(page) * 3_600_000), count: 300 })),
     HISTORY_MS,
   );
   reading.isByWish = true;
   return reading;
 }
 
-export const spanChoice = (page) =>
+export const spanChoice = (page, usual = "6h") =>
   h(
     "label.span",
     null,
@@ -27,7 +29,7 @@ export const spanChoice = (page) =>
     " ",
     h(
       "select",
-      { f: "span", value: page.wishes.get("span") ?? "6h", onchange: (event) => page.wish("span", event.target.value) },
+      { f: "span", value: page.wishes.get("span") ?? usual, onchange: (event) => page.wish("span", event.target.value) },
       Object.entries(SPANS).map(([value, [, words]]) => h("option", { value }, words)),
     ),
   );

@@ -17,11 +17,26 @@ const color = (name) => {
   return found;
 };
 
+let asked = null;
+
+/** uPlot, which is no module: asked for with the first plot, as half of the views have none. */
+function library() {
+  asked ??= new Promise((done) => {
+    const script = document.createElement("script");
+    script.src = new URL("../vendor/uPlot.iife.min.js", import.meta.url);
+    script.onload = done;
+    script.onerror = () => (asked = null); // the next plot asks again
+    document.head.append(script);
+  });
+  return asked;
+}
+
 /** Lines in one plot. It is made once, and told its data; `close` when its view goes. */
 export class Plot {
   /** lines: [{name, show(value), dash, color}]; band: [upper, lower] indices of lines with an area between. */
   constructor(title, lines, { isTime = true, bands = [], low = null, high = null } = {}) {
     Object.assign(this, { title, lines, isTime, bands, low, high });
+    library();
     this.element = document.createElement("div");
     this.element.className = "uplot-host";
     this.element.setAttribute("role", "img");
@@ -53,6 +68,7 @@ export class Plot {
 
   #draw() {
     if (!this.element.isConnected || !this.data) return void (this.mark = null);
+    if (!globalThis.uPlot) return void library().then(() => this.#draw());
     this.plot?.destroy();
     this.theme = themeNow();
     const ink = color("--dim"),

@@ -25,7 +25,10 @@ export class Sheet {
       this.tokens.show(view.pieces);
       this.shown = view;
     }
-    this.tokens.choose({ mode: this.wishes.get("colour") ?? "mask", areIds: this.wishes.get("ids") === "1" });
+    const isCompared = view.compared_version !== null;
+    const wanted = this.wishes.get("colour") ?? "mask";
+    const mode = wanted === "difference" && !isCompared ? "mask" : wanted;
+    this.tokens.choose({ mode, areIds: this.wishes.get("ids") === "1" });
     return [
       h("div.panel.pad", { key: "facts" }, h("dl.wide", null, facts(view, links)), siblings(view, links)),
       timeline(view),
@@ -39,8 +42,9 @@ export class Sheet {
           h("h2", { id: "h-tokens" }, "Turns and tokens"),
           h("span.faint", null, view.text_note ?? ""),
           h("span.grow"),
-          this.#choices(),
+          this.#choices(mode, isCompared),
         ),
+        h("p.compared.faint", { f: "compared" }, compared(view)),
         h(
           "p.legend.tokens-legend",
           { f: "legend" },
@@ -57,7 +61,7 @@ export class Sheet {
     ];
   }
 
-  #choices() {
+  #choices(mode, isCompared) {
     const { wishes, wish } = this;
     return [
       h(
@@ -69,10 +73,12 @@ export class Sheet {
           "select",
           {
             f: "colour",
-            value: wishes.get("colour") ?? "mask",
+            value: mode,
             onchange: (event) => wish("colour", event.target.value),
           },
-          MODES.map(([value, words]) => h("option", { value }, words)),
+          MODES.filter(([value]) => isCompared || value !== "difference").map(([value, words]) =>
+            h("option", { key: value, value }, words),
+          ),
         ),
       ),
       h(
@@ -88,6 +94,21 @@ export class Sheet {
       ),
     ];
   }
+}
+
+/** Whether a trainer's log-probabilities are there to colour by, and else how they come to be. */
+function compared(view) {
+  if (view.compared_version !== null) {
+    const others = view.pieces.some((piece) => piece.spans.some((span) => span.policy_version !== view.compared_version));
+    const rest = others ? "; tokens of other versions differ by what training changed, too" : "";
+    return `The trainer computed its tokens' log-probabilities with version ${view.compared_version}: "trainer − worker" colours by the difference${rest}.`;
+  }
+  if (!view.pieces.some((piece) => piece.logprobs)) return null;
+  return [
+    "To colour by how far a trainer's log-probabilities differ, have it call ",
+    h("code", null, "run.compare"),
+    " before its groups are acknowledged; of each batch, what differs most is kept.",
+  ];
 }
 
 const fact = (name, value) => h("div", null, h("dt", null, name), h("dd", null, value));

@@ -5,6 +5,7 @@
 
 const CHUNK = 1500; // tokens of a piece that are shown, and added at a time
 const TONES = 6; // of workers and versions; then they begin again, and labels tell them apart
+const DIFFERENCE_STEPS = [0.01, 0.1, Math.LN2]; // nats; the last is a ratio of 1/2 or 2, as in docs/agreement.md
 const LOG_STEPS = [-0.1, -0.7, -2, -4]; // from surely to hardly expected
 
 export const MODES = [
@@ -12,6 +13,7 @@ export const MODES = [
   ["worker", "worker"],
   ["version", "policy version"],
   ["logprob", "log-probability"],
+  ["difference", "trainer − worker"],
   ["none", "no colour"],
 ];
 
@@ -27,7 +29,7 @@ export class Tokens {
     this.names = { worker: [], version: [] };
     this.seen = new IntersectionObserver(
       (found) => found.forEach((each) => each.isIntersecting && this.#fill(each.target.row)),
-      { rootMargin: "800px" },
+      { rootMargin: "600px" },
     );
     this.element.addEventListener("pointerover", (event) => this.#point(event.target));
     this.element.addEventListener("click", (event) => this.#point(event.target));
@@ -162,6 +164,7 @@ export class Tokens {
     if (this.mode === "version" && span && span.policy_version !== null)
       return `n${this.names.version.indexOf(span.policy_version) % TONES}`;
     if (this.mode === "logprob" && piece.logprobs) return `p${stepOf(piece.logprobs[place])}`;
+    if (this.mode === "difference" && piece.differences) return differenceTone(piece.differences[place]);
     return null;
   }
 
@@ -182,6 +185,7 @@ export class Tokens {
           : typeof logprob === "number"
             ? `log-probability ${logprob.toFixed(4)}, probability ${(100 * Math.exp(logprob)).toPrecision(3)} %`
             : `log-probability ${logprob}`,
+        differenceWords(piece.differences?.[place]),
         span ? `worker ${span.worker_id}, version ${span.policy_version}` : null,
       ]
         .filter(Boolean)
@@ -201,6 +205,7 @@ export class Tokens {
         `p${step}`,
         `${words}: ${rangeOf(step)}`,
       ]);
+    if (this.mode === "difference") return DIFFERENCES;
     if (this.mode === "none") return [];
     return this.names[this.mode].map((value, index) => [
       `n${index % TONES}`,
@@ -213,6 +218,30 @@ const stepOf = (logprob) => {
   const step = LOG_STEPS.findIndex((bound) => logprob >= bound);
   return step < 0 ? LOG_STEPS.length : step;
 };
+
+const DIFFERENCES = [
+  ["e0", "within ±0.01 nats"],
+  ["a1", "+0.01 to +0.1"],
+  ["a2", "to +0.69, twice as likely"],
+  ["a3", "above"],
+  ["b1", "−0.01 to −0.1"],
+  ["b2", "to −0.69, half as likely"],
+  ["b3", "below"],
+  ["x0", "not finite"],
+];
+
+/** How far off, and to which side: a where the trainer thinks a token likelier than its worker did, b where less. */
+function differenceTone(value) {
+  if (typeof value !== "number") return "x0";
+  const step = DIFFERENCE_STEPS.filter((bound) => Math.abs(value) > bound).length;
+  return step ? `${value > 0 ? "a" : "b"}${step}` : "e0";
+}
+
+const differenceWords = (value) =>
+  typeof value === "number" && `trainer − worker ${signedNats(value)} nats, ratio ${Math.exp(value).toPrecision(3)}`;
+
+const signedNats = (value) =>
+  `${value < 0 ? "−" : "+"}${Math.abs(value) < 1e-3 ? Math.abs(value).toExponential(1) : Math.abs(value).toFixed(4)}`;
 
 function rangeOf(step) {
   const percent = (logprob) => `${(100 * Math.exp(logprob)).toPrecision(2)} %`;

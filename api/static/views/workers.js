@@ -8,17 +8,23 @@ import { Reading } from "../parts/live.js";
 import { holds, sieve, table } from "../parts/table.js";
 import { age, bytes, count, milliseconds, percent, rate } from "../parts/words.js";
 import { blamedWorkers } from "./agreement.js";
+import { LeaseTimes } from "./leases.js";
 
 const GENERATING = ["dedicated", "serving"];
+const SHOWN = [
+  ["", "what they do now"],
+  ["leases", "leases over time"],
+];
 const STATES = ["ready", "loading", "waiting", "asleep", "draining", "failed", "silent"];
 
 export const stateOf = (worker) => (worker.is_fresh ? worker.state : "silent");
 
 export function workers(page) {
   const sharing = new Reading(() => ask(at(["sharing"])), 5000);
+  const times = new LeaseTimes(page);
   return {
     title: "Workers",
-    readings: [sharing],
+    readings: [sharing, times.reading],
     draw(status) {
       const all = status.workers;
       const roles = [...new Set(all.map((worker) => worker.role))].sort();
@@ -39,6 +45,7 @@ export function workers(page) {
             worker.error ?? "",
           ),
       );
+      const isTimes = wishes.get("show") === "leases";
       const number = (role) => all.filter((worker) => worker.role === role).length;
       return [
         h(
@@ -52,6 +59,7 @@ export function workers(page) {
         sieve(page, {
           hint: "Search name, host, run, pool, engine, error",
           choices: [
+            { name: "show", label: "Show", options: SHOWN },
             { name: "role", label: "Role", options: [["", "all"], ...roles.map((role) => [role, role])] },
             { name: "state", label: "State", options: [["", "all"], ...STATES.map((state) => [state, state])] },
           ],
@@ -59,9 +67,10 @@ export function workers(page) {
             shown.length < all.length &&
             h("span.faint", { f: "found" }, `${count(shown.length)} of ${count(all.length)}`),
         }),
-        h(
+        times.draw(isTimes ? shown.filter((worker) => GENERATING.includes(worker.role)) : null, status.time_ms),
+        !isTimes && h(
           "div.panel",
-          null,
+          { key: "now" },
           table("workers", workerColumns(status, errorsOf(sharing)), shown, {
             key: (worker) => worker.worker_id,
             height: heightOf,

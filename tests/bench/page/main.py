@@ -7,6 +7,8 @@ some were given up; events, six hours of samples; and as many workers as asked f
 - `status`: everything that the overview shows. `trajectory`: one in full. `list`: a page of those under way.
 - `paint`: from opening the overview in a browser to its first paint; `live`: to the first numbers. `VIEW_paint`: the
   same of every view; `VIEW_shown`: until what it reads is there (skipped, and said so, where there is no Chromium).
+- `drawn`: a finished trajectory of 20 turns and 4,800 tokens, from opening its address in a new browser until tokens
+  are painted; `led_to`: the same from a click in a page that is open.
 - `broker`: the part of a core that the broker uses while ten pages are open, less what it uses while none is: each view
   at least once, asking for what it asks for, as often (VIEWS).
 """
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.deploy.replay.figures import Report, number, percentile, show
@@ -35,7 +38,7 @@ from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.ids import trajectory_id
 from rollfab.fabric.contract.lease_plan import Sample, ServingSample
-from rollfab.fabric.contract.records import DeadLetter, RunConfig, TrajectoryJob, WorkerInfo
+from rollfab.fabric.contract.records import DeadLetter, Rollout, RunConfig, Span, TrajectoryJob, WorkerInfo
 from rollfab.fabric.inspect.history import SAMPLE_ROW_COUNT_MAX
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import GroupPush, TrajectoryQueue
@@ -55,6 +58,21 @@ PAGE_COUNT = 10
 LETTER_COUNT, EVENT_COUNT, SAMPLE_COUNT = 64, 500, 360
 PAINTS = "(performance.getEntriesByName('first-contentful-paint')[0] || {}).startTime || 0"
 LIVE = f"(['live', 'warn'].includes(document.getElementById('state').dataset.state) && ({PAINTS}))"
+TOKENS_PAINTED = """
+new Promise((done) => {
+  const painted = () => setTimeout(() => done(performance.now()));
+  const look = () => requestAnimationFrame(() => (document.querySelector('.t') ? painted() : look()));
+  look();
+})
+"""
+FOLLOW = """
+(() => {
+  document.body.append(Object.assign(document.createElement('a'), { href: 'ADDRESS', id: 'lead' }));
+  document.getElementById('lead').click();
+  return performance.now();
+})()
+"""
+LONG, LONG_TURN_COUNT = "g1.0", 20
 POLL_S = 1.0  # as the page does
 START_S = 60.0
 HISTORY = ("/v1/history?since_ms=0&count=300", 20.0)
@@ -103,7 +121,15 @@ VIEWS = {
     ),
     "events": View(address="events", shown=("#all-events", "worker.failed")),  # and the stream of events
 }
-GOALS = {"paint_ms": 1_000, "trajectory_ms_p99": 300, "status_ms_p99": 20, "broker_core": 0.02, "javascript_kb": 150}
+GOALS = {
+    "paint_ms": 1_000,
+    "trajectory_ms_p99": 300,
+    "trajectory_drawn_ms": 300,
+    "trajectory_led_to_ms": 300,
+    "status_ms_p99": 20,
+    "broker_core": 0.02,
+    "javascript_kb": 150,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +164,8 @@ class World:
         for index in range(KEPT_GROUP_COUNT + WAITING_GROUP_COUNT):
             await stream.push([_group(index)])
             for claim in await queue.claim("agent-0", GROUP_SIZE):
-                await queue.settle(claim, rollout_of(claim.job, 1.0, range(4, 68)), is_scored=True)
+                made = long_rollout(claim.job) if claim.job.trajectory_id == LONG else short_rollout(claim.job)
+                await queue.settle(claim, made, is_scored=True)
             if index < KEPT_GROUP_COUNT:
                 (delivery,) = await stream.receive("trainer", 1, 5.0)
                 await stream.acknowledge(delivery)
@@ -161,13 +188,30 @@ class World:
         for index in range(EVENT_COUNT):
             await board.add_event("worker.failed", {"worker_id": f"worker-{index:04}", "error": "out of memory"})
         term, now_ms = await board.lead("bench", 600_000), await board.wall_ms()
-        counts = dict.fromkeys(("running_count", "slot_count", "groups_waiting", "dead_count"), 64)
+        counts: Any = dict.fromkeys(("running_count", "slot_count", "groups_waiting", "dead_count"), 64)
         for index in range(SAMPLE_COUNT):
-            made = {"token_count": 9_000 * index, "rollout_count": 9 * index}
+            made: Any = {"token_count": 9_000 * index, "rollout_count": 9 * index}
             time_ms = now_ms - 60_000 * (SAMPLE_COUNT - index)
             rows = tuple(serving_sample(f"worker-{4 * each:04}", index) for each in range(SAMPLE_ROW_COUNT_MAX))
             sample = Sample(time_ms=time_ms, worker_count=1_000, runs=(), serving=rows, **made, **counts)
             await board.add_sample(term, sample)
+
+
+def short_rollout(job: TrajectoryJob) -> Rollout:
+    """A rollout of 64 tokens."""
+    return rollout_of(job, 1.0, range(4, 68))
+
+
+def long_rollout(job: TrajectoryJob) -> Rollout:
+    """A rollout of LONG_TURN_COUNT turns, each of 200 tokens and 40 of the environment's."""
+    mask = np.tile(np.repeat(np.array([1, 0], np.uint8), (200, 40)), LONG_TURN_COUNT)
+    return replace(
+        rollout_of(job, 1.0, np.resize(np.arange(4, 100), len(mask)).tolist()),
+        completion_mask=mask,
+        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
+        spans=tuple(Span(240 * turn, 240 * turn + 200, f"w{turn % 3}", turn // 4) for turn in range(LONG_TURN_COUNT)),
+        turn_count=LONG_TURN_COUNT,
+    )
 
 
 def serving_sample(worker_id: str, index: int) -> ServingSample:
@@ -329,6 +373,20 @@ async def painted(url: str, shown: tuple[str, str]) -> dict[str, float]:
             return {"paint": float(await page.evaluate(PAINTS)), "live": live_ms, "shown": shown_ms}
 
 
+async def drawn(root: str) -> dict[str, float]:
+    """Open a long trajectory by its address, then by a link in an open page; how long until tokens are painted, ms."""
+    address = f"{root}/runs/large/trajectories/{LONG}"
+    with tempfile.TemporaryDirectory(prefix="rollfab-browser-", ignore_cleanup_errors=True) as profile:
+        async with open_browser(Path(profile)) as browser:
+            page = await browser.open(address)
+            await page.wait_text(".brand", "rollfab")
+            found = {"trajectory_drawn_ms": float(await page.evaluate(TOKENS_PAINTED))}
+            page = await browser.open(f"{root}/runs/large")
+            await page.wait_text(*VIEWS["run"].shown, timeout_s=START_S)
+            since_ms = float(await page.evaluate(FOLLOW.replace("ADDRESS", address)))
+            return found | {"trajectory_led_to_ms": float(await page.evaluate(TOKENS_PAINTED)) - since_ms}
+
+
 async def one_round(world: World, http: httpx.AsyncClient) -> dict[str, float]:
     """Measure everything once."""
     count = world.settings.request_count
@@ -353,6 +411,7 @@ async def one_round(world: World, http: httpx.AsyncClient) -> dict[str, float]:
             found |= {f"{name}_{key}_ms": times[key] for key in ("paint", "shown")}
             if name == "overview":
                 found |= {f"{key}_ms": times[key] for key in ("paint", "live")}
+        found |= await drawn(str(http.base_url).rstrip("/"))
     return found
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.api.routes import trajectories
+from rollfab.api.routes import history
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.lease_plan import Sample
 from rollfab.fabric.contract.records import Node, Rollout, Span
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.queue import leases
+from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from tests.support.processes.api_server import RUN, ApiWorld, running_api
 from tests.support.records import rollout_of
@@ -156,6 +157,32 @@ async def test_history_is_empty_at_first_and_then_tells_of_what_a_controller_saw
     await api.json("/v1/history", 422, params={"count": 0})
 
 
+async def test_leases_are_told_by_worker_from_what_a_controller_saw(api: ApiWorld) -> None:
+    assert await api.json("/v1/leases/history") == {"lanes": [], "since_ms": None, "until_ms": None, "cursor": None}
+    board = api.fabric.board
+    await Publisher(api.fabric.weights, "r1").publish({"w": np.zeros(8, np.float32)}.items(), 0)
+    for name in ("w1", "w2", "w3"):
+        await api.beat(name, "dedicated", slot_count=4, model="tiny")
+    config = ControllerConfig(worker_id="c1", sample_s=0.0)
+    controller = Controller(board, config, SystemClock())
+    for _ in range(3):
+        await controller.tick(await board.lead("c1", 60_000))
+        await asyncio.sleep(1.01)  # between two looks
+    found = await api.json("/v1/leases/history", params={"count": 2})
+    assert [lane["worker_id"] for lane in found["lanes"]] == ["w1", "w2"]
+    assert found["cursor"] == "w2"
+    last = found["lanes"][0]["stretches"][-1]
+    assert (last["run_id"], last["guard_state"], last["end_ms"]) == ("r1", None, found["until_ms"])
+    assert last["slot_count"] == 4
+    rest = await api.json("/v1/leases/history", params={"cursor": found["cursor"]})
+    assert ([lane["worker_id"] for lane in rest["lanes"]], rest["cursor"]) == (["w3"], None)
+    named = await api.json("/v1/leases/history", params={"worker": ["w3", "nobody", "w1"]})
+    assert [lane["worker_id"] for lane in named["lanes"]] == ["w3", "nobody", "w1"]
+    assert named["lanes"][1]["stretches"] == []
+    await api.json("/v1/leases/history", 422, params={"worker": ["w"] * 201})
+    await api.json("/v1/leases/history", 422, params={"since_ms": -1})
+
+
 async def test_a_long_history_is_told_whole_and_others_get_their_turn_between_any_two_of_its_samples(
     api: ApiWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +208,7 @@ async def test_a_long_history_is_told_whole_and_others_get_their_turn_between_an
         return lambda *args: (seen[name].append(turn), does(*args))[1]
 
     monkeypatch.setattr(leases, "sample_row", noted("read", leases.sample_row))
-    monkeypatch.setattr(trajectories, "between", noted("told", trajectories.between))
+    monkeypatch.setattr(history, "between", noted("told", history.between))
     other = asyncio.create_task(take_turns())
     found = await api.json("/v1/history", params={"since_ms": 0, "count": 1000})
     other.cancel()

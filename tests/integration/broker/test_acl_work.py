@@ -48,6 +48,7 @@ from rollfab.fabric.rules.queue.retries import given_up
 from rollfab.fabric.rules.queue.timings import Timings
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.fabric.versions.store import RedisWeightStore
+from rollfab.trainer.agreement import token_differences
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.publish.publisher import Publisher
 from tests.fuzz.targets import RECORDS
@@ -317,6 +318,8 @@ async def play_trajectories(who: dict[str, Part]) -> None:
     after = RedisRolloutStream(trainer.client, RUN)
     assert (await after.beat("trainer", 60.0)).taken_count == 1
     (delivery,) = await after.receive("trainer", 1, 1.0)
+    compared = token_differences([delivery.group], [each.logprobs for each in delivery.group.rollouts], 1)
+    assert await after.keep_differences(compared) == len(compared)
     shard = ShardKeys("r1", 0)
     await trainer.client.xadd(shard.kept, {"group": "old", "bytes": 9}, id="1-1")
     await trainer.client.hset(shard.run, "kept_bytes", 1 << 40)

@@ -9,17 +9,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollfab.fabric.contract.agreement import Agreement, AlarmRule, Figures
-from rollfab.fabric.contract.errors import InputError, RunUnknown
+from rollfab.fabric.contract.agreement import Agreement, AlarmRule, Figures, mark_of
+from rollfab.fabric.contract.errors import BrokerError, InputError, RunUnknown
 from rollfab.fabric.contract.records import Group, Rollout, RunConfig, Span
 from rollfab.trainer.agreement import (
     BFLOAT16,
+    DIFFERENCES_BYTES_MAX,
     FLOAT32,
     RATIO_MAX,
     WORKER_COUNT_MAX,
     AgreementReporter,
     compare,
     rule_for,
+    token_differences,
 )
 from tests.standin.fabric import StandInFabric
 from tests.support.records import new_rollout
@@ -200,7 +202,7 @@ def test_torch_tensors_with_a_gradient_are_taken_as_they_are() -> None:
 async def reporter() -> tuple[StandInFabric, AgreementReporter]:
     fabric = StandInFabric()
     await fabric.board.create_run(RUN)
-    return fabric, AgreementReporter(fabric.board, fabric.weights, "r1")
+    return fabric, AgreementReporter(fabric.board, fabric.weights, fabric.rollouts(RUN), "r1")
 
 
 async def kinds(fabric: StandInFabric) -> list[tuple[str, str]]:
@@ -227,6 +229,40 @@ async def test_an_alarm_is_said_once_and_shown_until_the_worker_agrees_again(cap
     # When it agrees again; then that is said, too
     assert (await report.report([group(bad)], [[-1.0]], 3, FLOAT32)).alarms == ()
     assert await kinds(fabric) == [("agreement.alarm", "bad"), ("agreement.settled", "bad")]
+
+
+def test_of_a_batch_the_rollouts_that_differ_most_are_kept_for_people_up_to_a_bound() -> None:
+    length = DIFFERENCES_BYTES_MAX // 4 // 2
+    rollouts = [replace(said_by("w", *[-1.0] * length), trajectory_id=f"g.{index}") for index in range(3)]
+    small = replace(said_by("w", -1.0, -1.0), trajectory_id="g.3")
+    offs = [0.1, -0.3, 0.2, 0.0]
+    logprobs = [each.logprobs + off for each, off in zip([*rollouts, small], offs, strict=True)]
+    found = token_differences([group(*rollouts, small)], logprobs, 3)
+    assert [each.trajectory_id for each in found] == ["g.1", "g.2"]
+    assert sum(each.differences.nbytes for each in found) <= DIFFERENCES_BYTES_MAX
+    assert found[0].differences[0] == pytest.approx(-0.3, abs=1e-6)
+
+
+def test_a_token_that_cannot_be_compared_has_no_difference() -> None:
+    made = rollout(Span(0, 4, "w", 3), logprobs=[-1.0, math.nan, -1.0, -1.0], mask=[1, 1, 0, 1])
+    (found,) = token_differences([group(made)], [[-1.5, -1.0, -9.0, math.inf]], 3)
+    assert found.differences[0] == -0.5
+    assert np.isnan(found.differences[1:]).all()
+    assert (found.policy_version, found.mark) == (3, mark_of(made.completion_ids))
+    nothing = rollout(Span(0, 1, "w", 3), logprobs=[-1.0], mask=[0])
+    assert token_differences([group(nothing)], [[-1.0]], 3) == []
+
+
+async def test_no_training_ends_because_differences_cannot_be_kept(caplog: pytest.LogCaptureFixture) -> None:
+    fabric, report = await reporter()
+
+    async def refuse(found: object) -> int:
+        raise BrokerError("this user may not", reason="permission")
+
+    report._rollouts.keep_differences = refuse  # type: ignore[method-assign]
+    assert (await report.report([group(said_by("w", -1.0))], [[-1.0]], 3, FLOAT32)).worker_count == 1
+    assert (await fabric.board.run_status("r1")).agreement is not None
+    assert "agreement.not_kept: this user may not" in caplog.text
 
 
 async def test_too_few_tokens_to_be_judged_settle_no_alarm() -> None:
