@@ -43,9 +43,8 @@ def _found() -> Any:
     return typer.main.get_command(benches)
 
 
-app = typer.Typer(cls=Benches, no_args_is_help=True)
-
-
-@app.callback()
-def bench() -> None:
-    """Figures, measured on this machine."""
+def register(app: typer.Typer) -> None:
+    """Add the benches."""
+    benches = typer.Typer(cls=Benches, no_args_is_help=True)
+    benches.callback()(lambda: None)  # a typer without one must have commands
+    app.add_typer(benches, name="bench", help="Measure, with baselines in the same run.")

@@ -9,9 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated
+from collections import UserDict
+from collections.abc import Mapping
+from importlib import import_module
+from json import dumps
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..fabric.contract.errors import ConfigError, FabricError
@@ -20,26 +25,103 @@ from ..fabric.host.command import with_commands
 from .cli.arguments import refuse_secrets
 from .cli.exits import INTERRUPTED
 from .cli.logs import set_up_logs
-from .cli.options import (
-    Allowed,
-    AllowHub,
-    AsJson,
-    EngineName,
-    EngineWords,
-    NoNetwork,
-    PassEnv,
-    Port,
-    Rewards,
-    RunAs,
-    Url,
-    need_url,
-)
-from .cli.printing import Console, show, show_json
-from .cli.speech import say
+from .cli.options import AsJson
 from .local.supervisor import follow_parent
+
+COMMANDS: Mapping[str, Mapping[str, str]] = {
+    ".local.command": {
+        "demo": "Everything at once on this machine: watch a tiny model learn, a GPU being lent, "
+        "a worker being killed.",
+        "up": "Start all roles on this machine for your own trainer; stops them on Ctrl-C.",
+        "train": "Train the tiny model with GRPO on an environment that is offered.",
+        "broker": "Run a private broker until Ctrl-C and print its URL.",
+    },
+    ".roles.command": {
+        "controller": "Run a capacity controller (several may run: one leads).",
+        "agent": "Run an agent worker: drives environments on CPUs.",
+        "worker": "Run a rollout worker: generates turns while it holds a lease.",
+        "reward": "Run an rq worker: reward functions and housekeeping.",
+        "gateway": "Run a model API whose calls are turns: OpenAI's and Anthropic's clients, unmodified.",
+    },
+    ".roles.acl": {"acl": "Write a broker ACL file: one user per role, with the fewest rights its work needs."},
+    ".cli.status": {"status": "Show runs, workers and leases, and why each run does or does not move."},
+    ".looking.trace": {
+        "trace": "Show which trajectories hold up a step and where they are; or one in full, turn by turn."
+    },
+    ".looking.history": {
+        "history": "Show what happened over the last hours or days, and whether lending hurt anybody's users."
+    },
+    ".lending.command": {
+        "lend": "Lend serving workers' spare time to rollouts, or take it back; see what it costs and gives."
+    },
+    ".doctor.command": {"doctor": "Say what is missing on this machine, or why a run does not move, and what to type."},
+    ".cli.data": {
+        "submit": "Push the tasks of a file, one group each.",
+        "consume": "Print completed groups as JSON lines, acknowledging each; or write them to a file; or only look.",
+    },
+    ".local.logs": {
+        "logs": "Show what the roles of `rollfab up` or `demo` on this machine have logged, in the order of time."
+    },
+    ".replay.command": {
+        "replay": "Send recorded load to a serving engine, each request at its time; report TTFT and TPOT "
+        "as users see them."
+    },
+    ".simulation.command": {
+        "sim": "Simulate a cluster under production's rules beside other ways to run it. Every figure is simulated.",
+        "plan": "Simulate how many serving GPUs are worth borrowing, and which step time to expect.",
+    },
+    ".roles.config": {"config": "The roles' settings: file, environment, defaults."},
+    ".roles.api": {"api": "Run the HTTP server: status, metrics, live page. Below it: its keys."},
+    ".cli.dead": {"dead": "Trajectories that were given up: why, run again, forgotten."},
+    ".cli.runs": {
+        "runs": "Runs: what there is, and deleting those that are over.",
+        "rows": "Rows of the broker's tables that cannot be read.",
+    },
+    ".weights.command": {"weights": "Published weights: what is held, made of, right, different."},
+    ".bench": {"bench": "Measure, with baselines in the same run."},
+}
+"""Module, whose `register` adds them → name of a command → what it is for: to list commands loads none of them."""
+
+
+class Commands(TyperGroup):
+    """The commands, each loaded when it is called: none pays for what another needs."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._shown = {name: TyperCommand(name, help=text) for each in COMMANDS.values() for name, text in each.items()}
+        self.commands = Loading(self.commands)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return what help and shells show of a command."""
+        return self._shown.get(cmd_name) or self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command itself, with its name and the words after it."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, name and self.commands[name], rest
+
+
+class Loading(UserDict[str, Any]):
+    """Commands by name, each loaded when it is looked up."""
+
+    def __init__(self, loaded: Mapping[str, Any]) -> None:
+        self._modules = {name: module for module, names in COMMANDS.items() for name in names}
+        super().__init__({**loaded, **dict.fromkeys(self._modules)})
+
+    def __getitem__(self, name: str) -> Any:
+        if self.data[name] is None:
+            part = typer.Typer()
+            import_module(self._modules[name], __package__).register(part)
+            self.data[name] = typer.main.get_group(part).commands[name]
+        return self.data[name]
+
 
 app = typer.Typer(
     name="rollfab",
+    cls=Commands,
     help="A rollout fabric: trainers push tasks, dedicated and lent GPUs pull turns, nothing is lost or done twice.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -81,6 +163,9 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 def _tell(error: Exception) -> None:
     """One error in a line or two; where it comes from is told with --debug."""
+    from .cli.printing import Console
+    from .cli.speech import say
+
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -91,7 +176,7 @@ def _tell(error: Exception) -> None:
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        show(__version__)
+        typer.echo(__version__)
         raise typer.Exit
 
 
@@ -107,150 +192,4 @@ def start(
 @app.command()
 def version(json: AsJson = False) -> None:
     """Print the version."""
-    show_json({"version": __version__}) if json else show(__version__)
-
-
-# ---------------------------------------------------------------- everything on this machine
-
-
-@app.command()
-def demo(
-    environment: Annotated[str, typer.Option(help="frozenlake or guess-the-number.")] = "frozenlake",
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps. Default: until it is learnt.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Of the trainer's model and tasks.")] = 0,
-    output: Annotated[str, typer.Option(help="Where logs, the reward curve and data go.")] = "rollfab-demo",
-    engine: EngineName = "transformers",
-    port: Port = 0,
-    json: AsJson = False,
-) -> None:
-    """Everything at once on this machine: watch a tiny model learn, a GPU being lent, a worker being killed."""
-    from .local.demo import DemoOptions, run_demo
-    from .roles.engines import EngineOptions, check_engine_options, require_engine
-
-    check_engine_options(EngineOptions(engine=engine))
-    require_engine(engine)
-    options = DemoOptions(
-        environment=environment, steps=steps, seed=seed, output=output, engine=engine, port=port, is_json=json
-    )
-    raise typer.Exit(run_demo(options))
-
-
-@app.command()
-def up(
-    context: typer.Context,
-    url: Url = None,
-    model: Annotated[str, typer.Option(help="Preset, path or hub name that the workers hold.")] = "tiny",
-    dedicated: Annotated[int, typer.Option(help="Dedicated workers.", min=0)] = 1,
-    serving: Annotated[int, typer.Option(help="Serving workers, lent by `rollfab lend on --pool local`.", min=0)] = 0,
-    agents: Annotated[int, typer.Option(help="Agent workers.", min=0)] = 1,
-    slots: Annotated[int, typer.Option(help="Turns a worker runs at once.", min=1)] = 64,
-    engine: EngineName = "transformers",
-    dtype: Annotated[str, typer.Option(help="What the workers hold weights in; auto: float32 for presets.")] = "auto",
-    data: Annotated[str, typer.Option(help="Where the private broker keeps its data, and logs go.")] = "rollfab-data",
-    port: Port = 8765,
-    environment: Allowed = None,
-    reward: Rewards = None,
-    pass_env: PassEnv = None,
-    run_as: RunAs = None,
-    no_network: NoNetwork = False,
-    allow_hub: AllowHub = None,
-    words: EngineWords = None,
-) -> None:
-    """Start all roles on this machine for your own trainer; stops them on Ctrl-C."""
-    from .local.up import UpOptions, run_up
-    from .roles.engines import EngineOptions, check_engine_options, require_engine
-
-    check_engine_options(EngineOptions(engine=engine, model=model, dtype=dtype, words=tuple(words or ())))
-    require_engine(engine)
-    source = context.get_parameter_source("url")
-    options = UpOptions(
-        url=url,
-        is_url_given=source is not None and source.name == "COMMANDLINE",
-        model=model,
-        dedicated=dedicated,
-        serving=serving,
-        agents=agents,
-        slot_count=slots,
-        engine=engine,
-        dtype=dtype,
-        engine_words=tuple(words or ()),
-        data=data,
-        port=port,
-        environments=tuple(environment or ()),
-        rewards=tuple(reward or ()),
-        passed=tuple(pass_env or ()),
-        run_as=run_as,
-        is_offline=no_network,
-        hub_names=tuple(allow_hub or ()),
-    )
-    raise typer.Exit(run_up(options))
-
-
-# ---------------------------------------------------------------- one role
-
-
-@app.command()
-def train(
-    url: Url = None,
-    run: Annotated[str, typer.Option(help="The run.")] = "train",
-    environment: Annotated[str, typer.Option(help="frozenlake or guess-the-number.")] = "frozenlake",
-    reward: Annotated[str | None, typer.Option(help="Registered reward function; default: the environment's.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: as tuned.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Of model and tasks.")] = 0,
-    output: Annotated[str, typer.Option(help="Checkpoints and summary.json go here.")] = "rollfab-train",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore an earlier checkpoint.")] = False,
-    json: AsJson = False,
-) -> None:
-    """Train the tiny model with GRPO on an environment that is offered."""
-    from ..trainer.loop import TrainOptions, run_training
-
-    summary = run_training(
-        TrainOptions(
-            url=need_url(url),
-            run_id=run,
-            environment=environment,
-            reward=reward,
-            steps=steps,
-            seed=seed,
-            output=output,
-            is_fresh=fresh,
-        )
-    )
-    if json:
-        show_json(summary)
-        return
-    rewards = f"mean reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f}"
-    show(f"{summary['steps']} steps, {summary['rollouts']} rollouts, {rewards}; see {output}/summary.json")
-
-
-@app.command()
-def broker(
-    data: Annotated[str, typer.Option(help="Directory to keep.")] = "rollfab-data",
-    port: Annotated[int | None, typer.Option(help="Loopback port. Default: a unix socket.", min=1, max=65535)] = None,
-) -> None:
-    """Run a private broker until Ctrl-C and print its URL."""
-    from .local.up import run_broker
-
-    raise typer.Exit(run_broker(data, port))
-
-
-def _register() -> None:
-    """Commands that live in files of their own."""
-    from . import bench
-    from .cli import data, dead, runs, status
-    from .doctor import command as doctor
-    from .lending import command as lend
-    from .local import logs
-    from .looking import history, trace
-    from .replay import command as replay
-    from .roles import acl, api, command, config
-    from .simulation import command as simulation
-    from .weights import command as weights
-
-    shown = (status, trace, history, lend, doctor, data, dead, logs, runs, weights, replay, simulation)
-    for module in (command, config, api, acl, *shown):
-        module.register(app)
-    app.add_typer(bench.app, name="bench", help="Measure, with baselines in the same run.")
-
-
-_register()
+    typer.echo(dumps({"version": __version__}, separators=(",", ":")) if json else __version__)

@@ -6,7 +6,6 @@ for clients to which only a base URL can be given. Addresses are never built fro
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,6 @@ from ...fabric.contract.sampling import shown
 from ...fabric.ports.sessions import Call, SessionFacts, Sessions
 from ..access.connections import BodyLimit
 from ..access.problems import Refused
-from ..server import run
 from .body import Body, read_json
 from .chat import CHAT, TEXT
 from .config import GatewayConfig, check_gateway
@@ -41,23 +39,8 @@ IMAGE_BYTES_PER_TEXT_BYTE = 32  # that take as long: base64 and a digest beside 
 WAIT_S_DEFAULT, WAIT_S_MAX = 10.0, 300.0
 
 
-async def serve_sessions(
-    sessions: Sessions,
-    config: GatewayConfig,
-    stop: asyncio.Event,
-    *,
-    on_ready: Callable[[str], None] | None = None,
-) -> None:
-    """Serve sessions until `stop`. on_ready: told the address once the server answers.
-
-    Raises:
-        ConfigError: the settings are impossible or unsafe, or the address is taken or not ours.
-    """
-    await run(make_gateway(sessions, config), config, stop, on_ready=on_ready)
-
-
 def make_gateway(sessions: Sessions, config: GatewayConfig, *, clock: Clock | None = None) -> FastAPI:
-    """Make the application.
+    """Make the application; `api.server.run` serves it.
 
     Raises:
         ConfigError: the settings are impossible, or not safe.

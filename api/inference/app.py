@@ -27,7 +27,6 @@ from ..access.connections import BodyLimit
 from ..gateway.config import GatewayConfig, check_gateway
 from ..gateway.door import Door, unless_gone
 from ..gateway.problems import answer, problem_answer, problem_of, unrouted_answer
-from ..server import run
 from . import sglang, vllm
 from .control import CONTROLS, REFUSED, Control
 from .fields import read_body, session_of
@@ -40,23 +39,8 @@ OPEN = ("/health", "/health_generate", "/ping")  # without a key: what starts a 
 TEXT_TOKEN_COUNT = 4096  # above it text is made beside the loop
 
 
-async def serve_inference(
-    inference: Inference,
-    config: GatewayConfig,
-    stop: asyncio.Event,
-    *,
-    on_ready: Callable[[str], None] | None = None,
-) -> None:
-    """Serve a run's completions until `stop`. on_ready: told the address once the server answers.
-
-    Raises:
-        ConfigError: the settings are impossible or unsafe, or the address is taken or not ours.
-    """
-    await run(make_inference(inference, config), config, stop, on_ready=on_ready)
-
-
 def make_inference(inference: Inference, config: GatewayConfig, *, clock: Clock | None = None) -> FastAPI:
-    """Make the application.
+    """Make the application; `api.server.run` serves it.
 
     Raises:
         ConfigError: the settings are impossible, or not safe.

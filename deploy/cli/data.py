@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,13 +15,15 @@ from ...fabric.contract.records import Group
 from ...fabric.contract.text import counted
 from ...fabric.contract.wire import load_json
 from ...trainer.checks import make_groups
-from ...trainer.client import connect
 from ...trainer.files import check_new, group_row, write_groups
 from ...trainer.groups import TAKEOVER_S
 from .options import AsJson, Run, Url, find_run, need_url, with_ports
 from .printing import show, show_json, tell_written
 from .progress import Tell, progress
 from .speech import say_nothing
+
+if TYPE_CHECKING:
+    from ...trainer.client import Fabric
 
 PEEK_COUNT = 10
 PUSH_COUNT = 256  # groups pushed at once
@@ -64,7 +66,7 @@ def _register_submit(app: typer.Typer) -> None:
         wishes: dict[str, Any] = {"quorum": quorum, "priority": priority}
         make_groups(tasks, group_size, ids, **wishes, deadline_s=deadline)  # refuses all before any is pushed
         run_id = run or with_ports(need_url(url), lambda ports: find_run(ports, None)).run_id
-        with connect(need_url(url)) as fabric, progress("pushing", unit="count", total=len(tasks)) as tell:
+        with _connected(url) as fabric, progress("pushing", unit="count", total=len(tasks)) as tell:
             opened = fabric.run(run_id, model=model, environment=environment)
             for first in range(0, len(tasks), PUSH_COUNT):
                 part = slice(first, first + PUSH_COUNT)
@@ -74,6 +76,12 @@ def _register_submit(app: typer.Typer) -> None:
         show_json({"run_id": run_id, "group_ids": ids}) if json else show(
             f"{counted(len(ids), 'group')} pushed to run {run_id}"
         )
+
+
+def _connected(url: str | None) -> Fabric:
+    from ...trainer.client import connect  # brings redis and all that a trainer needs
+
+    return connect(need_url(url))
 
 
 @contextmanager
@@ -125,7 +133,7 @@ def _register_consume(app: typer.Typer) -> None:
             return
         if output is not None:
             count = OUTPUT_COUNT if count is None else count
-        with connect(need_url(url)) as fabric:
+        with _connected(url) as fabric:
             groups = fabric.run(run_id).groups(
                 timeout=timeout, count=count, consumer=consumer, keep=keep, takeover=takeover
             )
@@ -158,7 +166,7 @@ def _refuse_beside_peek(context: typer.Context) -> None:
 
 def _peek(url: str, run: str, count: int, output: Path | None, json: bool) -> None:
     """Print groups that are not acknowledged, or write them to a file, and leave them where they are."""
-    with connect(url) as fabric:
+    with _connected(url) as fabric:
         groups = fabric.run(run).peek(count)
     if output is None:
         for group in groups:

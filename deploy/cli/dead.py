@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,11 +18,13 @@ from ...fabric.contract.text import counted, did_you_mean, one_line
 from ...fabric.contract.wire import dump_json
 from ...fabric.host.command import with_commands
 from ...fabric.inspect.dead_letters import DeadAction, all_dead, deal_with_dead
-from ...fabric.opened import RedisFabric
 from ...fabric.rules.queue.dead import WHY, DeadOutcome, cause_of, causes_of, of_cause
 from .options import AsJson, Run, Url, find_run, need_url, with_ports
 from .printing import Console, show, show_json
 from .speech import say, say_nothing
+
+if TYPE_CHECKING:
+    from ...fabric.opened import RedisFabric
 
 Names = Annotated[list[str] | None, typer.Argument(metavar="[TRAJECTORY]...", help="Which, as `dead ls` names them.")]
 All = Annotated[bool, typer.Option("--all", help="All of the run.")]

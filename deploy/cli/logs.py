@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...fabric.contract.text import one_line, printable
-from ...fabric.host.command import with_commands
-from .speech import wrapped
+from ...fabric.host.command import with_commands, wrapped
 
 PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "vllm_process_name"}
 NOISY = ("rq", "asyncio", "httpx", "uvicorn.access", "matplotlib", "transformers")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
 from ...fabric.contract.errors import ConfigError, FabricError
-from ...fabric.contract.records import RunConfig
 from ...fabric.contract.text import did_you_mean
-from ...fabric.opened import RedisFabric
 from ...fabric.rules.queue.push import no_such_run
+
+if TYPE_CHECKING:
+    from ...fabric.contract.records import RunConfig
+    from ...fabric.opened import RedisFabric
 
 T = TypeVar("T")
 PATIENCE_S = 2.0
@@ -111,6 +112,9 @@ def need_url(url: str | None) -> str:
 
 def with_ports(url: str, work: Callable[[RedisFabric], Awaitable[T]], *, patience_s: float = PATIENCE_S) -> T:
     """Open the broker, do one thing, close it."""
+    import asyncio  # it and redis take 0.2 s, which the help of a command does not pay
+
+    from ...fabric.opened import RedisFabric
 
     async def main() -> T:
         async with await RedisFabric.open(url, client_name="cli", patience_s=patience_s) as ports:

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ...fabric.contract.text import HARMFUL, counted, one_line, printable
-from ...fabric.contract.wire import dump_json
 
 PIPE_WIDTH = 1000  # no row is as long
 NAME_WIDTH_MIN = 6
@@ -68,6 +67,8 @@ def show(text: str, *, flush: bool = False) -> None:
 
 def show_json(value: Any, *, flush: bool = False) -> None:
     """Print plain values as one line of JSON; what is harmful in texts stands as the escapes of JSON."""
+    from ...fabric.contract.wire import dump_json  # brings numpy
+
     escaped = HARMFUL.sub(lambda found: f"\\u{ord(found.group()):04x}", dump_json(value).decode())
     print(escaped, flush=flush)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -10,13 +10,15 @@ from rich.table import Table
 from ...fabric.contract.errors import ConfigError, InputError
 from ...fabric.contract.text import cleaned, counted, did_you_mean
 from ...fabric.host.command import with_commands
-from ...fabric.opened import RedisFabric
 from ...fabric.ports.queue import BadRow
 from ...fabric.rules.queue.push import no_such_run
 from .options import AsJson, Run, RunFirst, Url, need_url, with_ports
 from .printing import Console, brief, cells, new_table, show, show_json
 from .speech import say_nothing
 from .status import bad_row
+
+if TYPE_CHECKING:
+    from ...fabric.opened import RedisFabric
 
 CUT_COUNT = 8  # tables named that were looked at in part
 

@@ -5,35 +5,15 @@ What goes into a file or a pipe is not broken: other programs read it.
 
 from __future__ import annotations
 
-import re
-import textwrap
 from typing import Literal
 
 from rich.text import Text
 
 from ...fabric.contract.text import printable
-from ...fabric.host.command import with_commands
+from ...fabric.host.command import with_commands, wrapped
 from .printing import Console
 
-COMMAND = re.compile(r"`[^`\n]+`|export \S+")  # copied by those who read it
-GLUE = "\0"  # a blank that no line is broken at
 STYLES = {"error": "bold red", "warning": "yellow"}
-
-
-def wrapped(text: str, width: int, indent: int = 0) -> str:
-    """Break a text at blanks into lines of at most `width` characters; a word or command is left whole.
-
-    indent: of the lines that a line goes on in.
-    """
-
-    lines = COMMAND.sub(lambda found: found.group().replace(" ", GLUE), text).split("\n")
-    whole = [
-        line
-        if len(line) <= width
-        else textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False, subsequent_indent=" " * indent)
-        for line in lines
-    ]
-    return "\n".join(whole).replace(GLUE, " ")
 
 
 def say_nothing(text: str) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
 
 from ...fabric.inspect.diagnosing import Cause, read_fabric
 from ...fabric.inspect.diagnosis import is_well
-from ...fabric.opened import RedisFabric
 from ...fabric.ports.queue import BadRow, RunStatus
 from ...fabric.rules.queue.curve import FINITE_MAX, RewardBucket
 from ...fabric.rules.queue.push import no_such_run
@@ -20,6 +19,9 @@ from .options import AsJson, Url, need_url, with_ports
 from .printing import Console, show_json
 from .status_view import draw
 from .watch import LOOK_S, watch
+
+if TYPE_CHECKING:
+    from ...fabric.opened import RedisFabric
 
 
 async def snapshot(ports: RedisFabric) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import getpass
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,13 +26,15 @@ from ...fabric.contract.sharing import ALL, POOL, LendSetting
 from ...fabric.contract.text import cleaned, did_you_mean
 from ...fabric.host.command import with_commands
 from ...fabric.inspect.lend_switch import switch
-from ...fabric.opened import RedisFabric
 from ...fabric.rules.lending.hours import minute_of_week
 from ...fabric.rules.lending.terms import CLEAR, MODES, changed, check_subject, terms
 from ...fabric.rules.serving.tax import sharing_totals, with_taxes
 from ..cli.options import AsJson, Url, need_url, with_ports
 from ..cli.printing import Console, show_json
 from .view import draw_log, draw_report, draw_status
+
+if TYPE_CHECKING:
+    from ...fabric.opened import RedisFabric
 
 SWITCHES = (*MODES, "limit", CLEAR)
 VIEWS = ("status", "log", "report")

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group, RenderableType
@@ -17,11 +17,13 @@ from rich.text import Text
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.text import cleaned
 from ...fabric.inspect.history import HistoryPoint, LendingVerdict, lending_verdicts, points, row_columns, row_of
-from ...fabric.opened import RedisFabric
 from ...trainer.files import check_new, write_rows
 from ..cli.options import AsJson, Url, need_url, with_ports
 from ..cli.printing import Console, show_json, spark, tell_written
 from ..cli.speech import say_nothing
+
+if TYPE_CHECKING:
+    from ...fabric.opened import RedisFabric
 
 SINCE = re.compile(r"(\d{1,6}(?:\.\d+)?)\s*(m|min|h|d)")
 UNIT_MS = {"m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Group, RenderableType
@@ -18,13 +18,15 @@ from ...fabric.contract.records import RunConfig
 from ...fabric.contract.text import cleaned, counted
 from ...fabric.inspect.trace import Piece, TrajectoryRow, TrajectoryView, kept_group, progress_row, row_of, view_of
 from ...fabric.model.shown_tokens import load_shown
-from ...fabric.opened import RedisFabric
 from ...fabric.ports.reading import Counts, GroupState, SeenGroup, SeenTrajectory
 from ...fabric.rules.queue.push import no_such_run
 from ...trainer.files import check_new, write_groups
 from ..cli.options import AsJson, Url, find_run, need_url, with_ports
 from ..cli.printing import Console, show_json, tell_written
 from ..cli.speech import say_nothing
+
+if TYPE_CHECKING:
+    from ...fabric.opened import RedisFabric
 
 LISTED_COUNT = 20
 PAGE_COUNT = 16  # groups read at once

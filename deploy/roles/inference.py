@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from ...api.gateway.config import GatewayConfig
-from ...api.inference.app import serve_inference
+from ...api.inference.app import make_inference
+from ...api.server import run as serve
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, RunUnknown
 from ...fabric.contract.records import RunConfig
@@ -55,7 +56,7 @@ async def serve_run(options: GatewayOptions, gateway: GatewayConfig, run_id: str
         )
         work = (
             inference.serve(stop, elsewhere),
-            serve_inference(inference, gateway, stop, on_ready=partial(_say, config)),
+            serve(make_inference(inference, gateway), gateway, stop, on_ready=partial(_say, config)),
         )
         tasks = [asyncio.ensure_future(each) for each in work]
         try:

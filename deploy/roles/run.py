@@ -203,11 +203,13 @@ async def _model_api(stop: asyncio.Event, confinement: Confinement, play_count: 
                 "an agent reaches the model by this machine's 127.0.0.1, and --no-network gives it one of its own: "
                 "start the agent worker without --no-network"
             )
-        from ...api.gateway.app import serve_sessions
+        from ...api.gateway.app import make_gateway
         from ...api.gateway.config import GatewayConfig
+        from ...api.server import run
 
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        serving = serve_sessions(desk, GatewayConfig(port=0, may_open=False), stop, on_ready=ready.set_result)
+        config = GatewayConfig(port=0, may_open=False)
+        serving = run(make_gateway(desk, config), config, stop, on_ready=ready.set_result)
         helpers = await stack.enter_async_context(Helpers(serving))
         watching = asyncio.create_task(helpers.watch())
         await asyncio.wait((ready, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -222,7 +224,8 @@ async def _model_api(stop: asyncio.Event, confinement: Confinement, play_count: 
 
 def run_gateway(options: GatewayOptions) -> None:
     """Serve sessions: a model API to whoever plays trajectories elsewhere."""
-    from ...api.gateway.app import serve_sessions
+    from ...api.gateway.app import make_gateway
+    from ...api.server import run
     from ...workers.agent.desk import Desk, RemoteWorlds
     from ...workers.agent.keeper import Elsewhere
     from ...workers.agent.worker import AgentConfig, AgentWorker
@@ -264,7 +267,7 @@ def run_gateway(options: GatewayOptions) -> None:
             )
             work = (
                 worker.run(stop),
-                serve_sessions(desk, gateway, stop, on_ready=lambda url: _say(f"model API at {url}v1")),
+                run(make_gateway(desk, gateway), gateway, stop, on_ready=lambda url: _say(f"model API at {url}v1")),
             )
             tasks = [asyncio.ensure_future(each) for each in work]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,6 @@ from ...fabric.inspect.disk_delta import CHECKSUMS, ENCODINGS, XOR, XXH3, Form
 from ...fabric.inspect.inspection import Inspection, inspect_version, version_figures
 from ...fabric.inspect.safetensors import NAMES, open_checkpoint
 from ...fabric.inspect.verify import Verified, verify
-from ...fabric.opened import RedisFabric
 from ...fabric.ports.weights import WeightStore
 from ...fabric.rules.queue.push import no_such_run
 from ...fabric.rules.weights.chain import readable_versions
@@ -44,6 +43,9 @@ from .view import (
     verified_parts,
     version_table,
 )
+
+if TYPE_CHECKING:
+    from ...fabric.opened import RedisFabric
 
 Version = Annotated[int, typer.Argument(help="A version that is held.", min=0, show_default=False)]
 

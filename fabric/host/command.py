@@ -6,13 +6,17 @@ Texts name commands as `rollfab …`, in backticks; code that shows a text to a 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
+COMMAND = re.compile(r"`[^`\n]+`|export \S+")  # copied by those who read it
+GLUE = "\0"  # a blank that no line is broken at
 
 
 def command(words: str = "") -> str:
@@ -52,3 +56,19 @@ def _put(shown: Any, begin: str) -> Any:
     if isinstance(shown, dict):
         return {name: _put(each, begin) for name, each in shown.items()}
     return [_put(each, begin) for each in shown] if isinstance(shown, list | tuple) else shown
+
+
+def wrapped(text: str, width: int, indent: int = 0) -> str:
+    """Break a text at blanks into lines of at most `width` characters; a word or command is left whole.
+
+    indent: of the lines that a line goes on in.
+    """
+
+    lines = COMMAND.sub(lambda found: found.group().replace(" ", GLUE), text).split("\n")
+    whole = [
+        line
+        if len(line) <= width
+        else textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False, subsequent_indent=" " * indent)
+        for line in lines
+    ]
+    return "\n".join(whole).replace(GLUE, " ")

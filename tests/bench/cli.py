@@ -156,14 +156,6 @@ def coserve(
     raise typer.Exit(bench_coserve(settings, json_output=json))
 
 
-@app.command("coserve-sim")
-def coserve_sim(quick: Quick = False, json: AsJson = False) -> None:
-    """One GPU that serving and rollouts share, simulated, from light load to SLO capacity: the guard and its rivals."""
-    from .coserve.sim.main import bench_coserve_sim
-
-    raise typer.Exit(bench_coserve_sim(quick=quick, json_output=json))
-
-
 @app.command("sim")
 def sim(quick: Quick = False, json: AsJson = False) -> None:
     """A cluster of up to 112 GPUs, simulated: production's rules beside other ways to run it, and how fast that is."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...fabric.contract.errors import ConfigError
-from ...fabric.delivery.node_cache import BUDGET_BYTES
 from ...fabric.host.options import option
 
 
@@ -16,8 +15,6 @@ class SupplyOptions:
     is_shared: bool = option(
         True, "Fetch weights once for all workers of this machine, by shared memory.", key="shared_weights"
     )
-    cache_bytes: int = BUDGET_BYTES
-    """Most shared memory that the weights may take."""
     listen: str = option(
         "",
         "HOST:PORT to serve weights to other machines at. Weights travel in clear.",

@@ -15,7 +15,6 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 import xxhash
 
@@ -79,8 +78,7 @@ class WeightSupply:
             ConfigError: this machine cannot listen at `options.listen`.
         """
         options = self._options
-        opening = partial(open_cache, self._broker_id, budget_bytes=options.cache_bytes)
-        self._cache = await asyncio.to_thread(opening) if options.is_shared else None
+        self._cache = await asyncio.to_thread(open_cache, self._broker_id) if options.is_shared else None
         is_in_tree = bool(options.listen or options.region or options.home_region)
         seat = Holder(self._me.holder_id, -1, "serves" if options.listen else "", self._me.node, self._me.region)
         self._parents = Parents(self._broker, seat, home_region=options.home_region) if is_in_tree else None

@@ -220,7 +220,7 @@ def command(*words: str, url: str = "redis://127.0.0.1:1", **environment: str) -
         ("typer", ["version"]),
         ("rollfab.deploy.main", ["version"]),
         ("redis", ["status"]),
-        ("rollfab.deploy.bench", ["status"]),
+        ("rollfab.deploy.cli.status", ["status"]),
         ("rollfab.deploy.roles.run", ["controller"]),
         ("rollfab.workers.agent.worker", ["agent"]),
         ("rollfab.workers.rollout.worker", ["worker"]),

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rollfab.api.gateway.app import serve_sessions
+from rollfab.api.gateway.app import make_gateway
 from rollfab.api.gateway.config import GatewayConfig
+from rollfab.api.server import run
 from tests.support.fake_sessions import FakeSessions
 
 CREATOR_KEY = "a-key-that-opens-sessions"
@@ -24,7 +25,7 @@ async def base(sessions: FakeSessions) -> AsyncIterator[str]:
     """The gateway's address, with a slash at its end."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     config = GatewayConfig(port=0, creator_keys=(CREATOR_KEY,))
-    serving = asyncio.create_task(serve_sessions(sessions, config, stop, on_ready=ready.set_result))
+    serving = asyncio.create_task(run(make_gateway(sessions, config), config, stop, on_ready=ready.set_result))
     await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         await serving

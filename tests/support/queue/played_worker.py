@@ -21,6 +21,7 @@ from rollfab.workers.engines.base import EngineStats, Generation, GenerationRequ
 from rollfab.workers.rollout.engine_sleep import GivesBack
 from rollfab.workers.rollout.weights import AtCommit
 from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
+from tests.sim.virtual_loop import VirtualClock
 from tests.standin.broker import DirectClient
 from tests.standin.fabric import StandInFabric
 from tests.standin.tables import JobTables
@@ -297,12 +298,13 @@ class Stage:
 
     @asynccontextmanager
     async def worker(self, role: str = "dedicated", **settings: float) -> AsyncIterator[asyncio.Task[None]]:
+        heartbeat_s = 0.25 if isinstance(self.clock, VirtualClock) else 0.02
         config = RolloutConfig(
             worker_id=WORKER,
             role=role,
             model="tiny",
             slot_count=8,
-            **{"heartbeat_s": 0.02, "poll_s": 0.05, "stall_s": 60.0, **settings},  # type: ignore[arg-type]
+            **{"heartbeat_s": heartbeat_s, "poll_s": 0.05, "stall_s": 60.0, **settings},  # type: ignore[arg-type]
         )
         tools = {"make_receiver": self._receiver, "guard": self.guard, "memory": self.memory}
         worker = RolloutWorker(self.fabric, self.engine, config, self.clock, **tools)  # type: ignore[arg-type]

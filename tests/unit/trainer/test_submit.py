@@ -21,7 +21,13 @@ from rollfab.trainer.aio import AsyncRun
 from tests.standin.fabric import StandInFabric
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="none", trajectory_count_max=1000)
-NAMES = [f"g{index}" for index in range(150)]  # more than two calls of the port
+PUSH_COUNT = 4  # groups a call of the port
+NAMES = [f"g{index}" for index in range(10)]  # more than two calls
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PUSH_COUNT", PUSH_COUNT)
 
 
 async def open_run(config: RunConfig = RUN) -> tuple[StandInFabric, AsyncRun]:
@@ -63,15 +69,15 @@ async def repeat(fabric: StandInFabric, run: AsyncRun) -> None:
 
 
 async def test_a_run_that_is_full_says_what_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    fabric, run = await open_run(replace(RUN, trajectory_count_max=100))
+    fabric, run = await open_run(replace(RUN, trajectory_count_max=7))
     error = await refused(fabric, run, QueueFull)
-    assert len(error.facts["taken"]) == 100
+    assert len(error.facts["taken"]) == 7
     await fabric.board.create_run(RUN)
     await repeat(fabric, run)
 
 
 async def test_a_run_with_no_memory_left_says_what_is_in() -> None:
-    fabric, run = await open_run(replace(RUN, memory_bytes_max=10_000))
+    fabric, run = await open_run(replace(RUN, memory_bytes_max=1_000))
     error = await refused(fabric, run, QueueFull)
     assert 0 < len(error.facts["taken"]) < len(NAMES)
     await fabric.board.create_run(RUN)
@@ -112,14 +118,14 @@ async def test_a_broker_that_fills_up_in_the_middle_says_what_is_in(monkeypatch:
     carry_out = fabric.broker.carry_out
 
     def full(command: Sequence[Any]) -> Any:
-        if len(held(fabric)) >= 70:
+        if len(held(fabric)) >= 5:
             raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
         return carry_out(command)
 
     with monkeypatch.context() as patch:
         patch.setattr(fabric.broker, "carry_out", full)
         error = await refused(fabric, run, BrokerFull)
-    assert len(error.facts["taken"]) == 70
+    assert len(error.facts["taken"]) == 5
     await repeat(fabric, run)
 
 
@@ -141,10 +147,10 @@ async def test_a_broker_that_goes_away_in_the_middle_says_what_is_in_and_what_ma
     fabric, run = await open_run()
     with monkeypatch.context() as patch:
         patch.setattr(RedisRolloutStream, "push", lost)
-        with pytest.raises(BrokerError, match="64 of 150 groups of this submit were taken in, 64 more may") as caught:
+        with pytest.raises(BrokerError, match="4 of 10 groups of this submit were taken in, 4 more may") as caught:
             await submit(run)
     facts = caught.value.facts
-    assert (facts["taken"], facts["doubtful"], facts["refused"]) == (NAMES[:64], NAMES[64:128], NAMES[128:])
+    assert (facts["taken"], facts["doubtful"], facts["refused"]) == (NAMES[:4], NAMES[4:8], NAMES[8:])
     await repeat(fabric, run)
 
 
@@ -178,23 +184,23 @@ async def test_wherever_a_submit_is_cancelled_its_note_says_what_is_in(monkeypat
 
         # Then its note says what is in, and nothing of it arrives later
         (note,) = getattr(caught.value, "__notes__", None) or ["nothing of this submit was taken in"]
-        found = re.match(r"(\d+) of 150 groups of this submit were taken in", note)
+        found = re.match(r"(\d+) of 10 groups of this submit were taken in", note)
         assert (int(found.group(1)) if found else 0) == len(held(fabric)), note
         assert "may have been" not in note
         counts.add(len(held(fabric)))
         await repeat(fabric, run)
     assert is_over
-    assert counts == {0, 64, 128, 150}
+    assert counts == {0, 4, 8, 10}
 
 
 async def test_what_was_refused_is_not_pushed_later_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PUSH_AGAIN_S", 0.0)
-    fabric, run = await open_run(replace(RUN, trajectory_count_max=100))
+    fabric, run = await open_run(replace(RUN, trajectory_count_max=7))
     await refused(fabric, run, QueueFull)
     await fabric.board.create_run(RUN)
     for _ in range(3):
         assert [each async for each in run.groups(timeout=0.01)] == []
-    assert len(held(fabric)) == 100
+    assert len(held(fabric)) == 7
 
 
 @pytest.mark.parametrize("wishes", [{"consumer": ""}, {"consumer": 3}, {"takeover": 0}, {"takeover": float("nan")}])

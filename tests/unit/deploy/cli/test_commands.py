@@ -42,6 +42,13 @@ def test_a_command_explains_itself_and_shows_json_and_means_the_run_by_run(name:
     assert "run" not in found or found["run"].opts == ["--run"]
 
 
+def test_the_list_of_commands_says_of_each_what_its_own_help_says() -> None:
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        shown = group.get_command(None, name)
+        assert shown.get_short_help_str(1000) == command.get_short_help_str(1000), name
+
+
 def test_the_version_is_asked_for_in_two_ways() -> None:
     for words in (["--version"], ["version"]):
         assert CliRunner().invoke(app, words).output == f"{__version__}\n"

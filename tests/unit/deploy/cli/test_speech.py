@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rollfab.deploy.cli.logs import FactsFormatter, plain_lines
-from rollfab.deploy.cli.speech import say, wrapped
+from rollfab.deploy.cli.speech import say
 from rollfab.deploy.local.broker_watch import BrokerWatch
 from rollfab.deploy.local.supervisor import Child, Supervisor
 from rollfab.deploy.local.up import UpOptions, _Life
-from rollfab.fabric.host.command import with_commands
+from rollfab.fabric.host.command import with_commands, wrapped
 from rollfab.fabric.inspect import diagnosis
 
 

@@ -14,8 +14,8 @@ from rollfab.deploy.simulation.machine.events import Events
 from rollfab.deploy.simulation.machine.serving import ServingSide, served
 from rollfab.deploy.simulation.machine.turns import Turn
 from rollfab.fabric.rules.serving.facts import Slo, StepWork
-from tests.bench.coserve.sim.arms import Unguarded
-from tests.bench.coserve.sim.world import World, simulate
+from tests.support.one_gpu.arms import Unguarded
+from tests.support.one_gpu.world import World, simulate
 from tests.support.simulated import COST, Lone
 
 CHUNK = 2048
@@ -110,7 +110,7 @@ def test_a_full_batch_makes_more_tokens_a_second_than_one_turn_but_each_is_slowe
 
 
 def test_a_shared_gpu_is_as_one_simulated_step_by_step() -> None:
-    """The bench of one GPU has engines of its own, which do each step by itself."""
+    """tests/support/one_gpu has engines of its own, which do each step by itself."""
     span_s = 75.0
     load = at_rate(window(load_trace("azure-conv"), 0.0, span_s), 9.0, span_s=span_s, seed=0)
     by_steps = simulate(load, span_s, Unguarded(), World(noise=0.0, is_paced=False))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollfab.deploy.simulation.machine.cost import StepCost
 from rollfab.fabric.rules.serving.facts import StepSample, StepWork
 from rollfab.fabric.rules.serving.step_time import RefitRule, StepErrors, StepModel, cold, predict, refit
-from tests.bench.coserve.sim.engine import ROLLOUT_8B, SERVING_7B
+from tests.support.one_gpu.engine import ROLLOUT_8B, SERVING_7B
 
 CAUTIOUS = cold(0.05, 2e-4, 2e-3)
 RULE = RefitRule()

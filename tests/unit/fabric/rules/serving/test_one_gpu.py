@@ -8,10 +8,9 @@ from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.replay.scale import at_rate, window
 from rollfab.deploy.replay.traces import load_trace
 from rollfab.fabric.rules.serving.facts import StepWork
-from tests.bench.coserve.sim.arms import Guarded, IdleOnly, ServingAlone, Unguarded
-from tests.bench.coserve.sim.engine import SERVING_7B, RolloutEngine, ServingEngine
-from tests.bench.coserve.sim.main import Settings, measure
-from tests.bench.coserve.sim.world import Arm, Run, World, bound, simulate
+from tests.support.one_gpu.arms import Guarded, IdleOnly, ServingAlone, Unguarded
+from tests.support.one_gpu.engine import SERVING_7B, RolloutEngine, ServingEngine
+from tests.support.one_gpu.world import Arm, Run, World, bound, simulate
 
 pytestmark = pytest.mark.slow  # hundreds of simulated seconds
 
@@ -108,11 +107,3 @@ def test_the_guard_holds_when_steps_scatter_and_changing_engines_is_dear(is_pace
     rough = World(noise=0.1, switch_ms=(2.0, 4.0), is_paced=is_paced)
     # Then
     assert run(Guarded(), 9.0, rough).attained >= 0.998
-
-
-def test_the_report_says_that_it_is_simulated_and_how_far_off_the_model_is() -> None:
-    # When
-    report = measure(Settings(loads=(0.1,), slice_s=8.0, starts_s=(0.0,)))
-    # Then
-    assert report.results["tag"].startswith("simulated") and "3 %" in report.results["tag"]
-    assert report.results["by_load"][0]["arms"].keys() > {"ours", "alone", "share-all"}

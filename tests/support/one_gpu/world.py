@@ -21,7 +21,7 @@ from rollfab.deploy.simulation.bound import spare
 from rollfab.deploy.simulation.machine.cost import StepCost
 from rollfab.fabric.rules.serving.facts import Slo, StepSample
 
-from .engine import ROLLOUT_8B, SERVING_7B, RolloutEngine, Served, ServingEngine, noisy
+from .engine import ROLLOUT_8B, SERVING_7B, RolloutEngine, ServingEngine, noisy
 
 ROSE_SLO = Slo(ttft_ms=500.0, tpot_ms=150.0)  # of its 7B serving model
 
@@ -75,20 +75,15 @@ class Run:
     """What came of one arm on one load.
 
     harvest: of the GPU's time, that a rollout engine alone would have needed for the same work. Attainment: of all
-    requests; the worst minute is of those that arrived within one. Unanswered requests attained nothing.
+    requests. Unanswered requests attained nothing.
     """
 
     harvest: float
-    ttft_attained: float
-    tpot_attained: float
     attained: float
-    worst_minute: float
     ttft_ms_p50: float
     ttft_ms_p99: float
     tpot_ms_p50: float
     tpot_ms_p99: float
-    rollout_step_ms: float
-    request_count: int
 
 
 def simulate(arrivals: Sequence[Arrival], duration_s: float, arm: Arm, world: World) -> Run:
@@ -145,37 +140,19 @@ def _outcome(device: Device, harvest: float, ended_s: float) -> Run:
     slo, served = device.world.slo, device.serving.served
     ttfts = [1e3 * _known(each.ttft_s, ended_s - each.arrival.at_s) for each in served]
     tpots = [1e3 * _known(each.tpot_s or 0.0, math.inf) for each in served]
-    in_ttft = [value <= slo.ttft_ms for value in ttfts]
-    in_tpot = [value <= slo.tpot_ms for value in tpots]
-    both = [one and other for one, other in zip(in_ttft, in_tpot, strict=True)]
+    both = [ttft <= slo.ttft_ms and tpot <= slo.tpot_ms for ttft, tpot in zip(ttfts, tpots, strict=True)]
     return Run(
         harvest=harvest,
-        ttft_attained=_mean(in_ttft),
-        tpot_attained=_mean(in_tpot),
-        attained=_mean(both),
-        worst_minute=_worst_minute(served, both),
+        attained=sum(both) / len(both),
         ttft_ms_p50=percentile(ttfts, 0.5),
         ttft_ms_p99=percentile(ttfts, 0.99),
         tpot_ms_p50=percentile(tpots, 0.5),
         tpot_ms_p99=percentile(tpots, 0.99),
-        rollout_step_ms=1e3 * device.rollout.harvested_s / max(1, device.rollout.step_count),
-        request_count=len(served),
     )
 
 
 def _known(value: float, otherwise: float) -> float:
     return otherwise if math.isnan(value) else value
-
-
-def _mean(values: Sequence[bool]) -> float:
-    return sum(values) / len(values)
-
-
-def _worst_minute(served: Sequence[Served], attained: Sequence[bool]) -> float:
-    minutes: dict[int, list[bool]] = {}
-    for each, was in zip(served, attained, strict=True):
-        minutes.setdefault(int(each.arrival.at_s / 60), []).append(was)
-    return min(_mean(each) for each in minutes.values())
 
 
 def bound(arrivals: Sequence[Arrival], duration_s: float, world: World) -> float:

@@ -1,0 +1,143 @@
+"""`rollfab demo`, `up`, `train` and `broker`: what runs on this machine until it is done or is stopped."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..cli.options import (
+    Allowed,
+    AllowHub,
+    AsJson,
+    EngineName,
+    EngineWords,
+    NoNetwork,
+    PassEnv,
+    Port,
+    Rewards,
+    RunAs,
+    Url,
+    need_url,
+)
+from ..cli.printing import show, show_json
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    for name, command in (("demo", _demo), ("up", _up), ("train", _train), ("broker", _broker)):
+        app.command(name)(command)
+
+
+def _demo(
+    environment: Annotated[str, typer.Option(help="frozenlake or guess-the-number.")] = "frozenlake",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps. Default: until it is learnt.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the trainer's model and tasks.")] = 0,
+    output: Annotated[str, typer.Option(help="Where logs, the reward curve and data go.")] = "rollfab-demo",
+    engine: EngineName = "transformers",
+    port: Port = 0,
+    json: AsJson = False,
+) -> None:
+    """Everything at once on this machine: watch a tiny model learn, a GPU being lent, a worker being killed."""
+    from ..roles.engines import EngineOptions, check_engine_options, require_engine
+    from .demo import DemoOptions, run_demo
+
+    check_engine_options(EngineOptions(engine=engine))
+    require_engine(engine)
+    options = DemoOptions(
+        environment=environment, steps=steps, seed=seed, output=output, engine=engine, port=port, is_json=json
+    )
+    raise typer.Exit(run_demo(options))
+
+
+def _up(
+    context: typer.Context,
+    url: Url = None,
+    model: Annotated[str, typer.Option(help="Preset, path or hub name that the workers hold.")] = "tiny",
+    dedicated: Annotated[int, typer.Option(help="Dedicated workers.", min=0)] = 1,
+    serving: Annotated[int, typer.Option(help="Serving workers, lent by `rollfab lend on --pool local`.", min=0)] = 0,
+    agents: Annotated[int, typer.Option(help="Agent workers.", min=0)] = 1,
+    slots: Annotated[int, typer.Option(help="Turns a worker runs at once.", min=1)] = 64,
+    engine: EngineName = "transformers",
+    dtype: Annotated[str, typer.Option(help="What the workers hold weights in; auto: float32 for presets.")] = "auto",
+    data: Annotated[str, typer.Option(help="Where the private broker keeps its data, and logs go.")] = "rollfab-data",
+    port: Port = 8765,
+    environment: Allowed = None,
+    reward: Rewards = None,
+    pass_env: PassEnv = None,
+    run_as: RunAs = None,
+    no_network: NoNetwork = False,
+    allow_hub: AllowHub = None,
+    words: EngineWords = None,
+) -> None:
+    """Start all roles on this machine for your own trainer; stops them on Ctrl-C."""
+    from ..roles.engines import EngineOptions, check_engine_options, require_engine
+    from .up import UpOptions, run_up
+
+    check_engine_options(EngineOptions(engine=engine, model=model, dtype=dtype, words=tuple(words or ())))
+    require_engine(engine)
+    source = context.get_parameter_source("url")
+    options = UpOptions(
+        url=url,
+        is_url_given=source is not None and source.name == "COMMANDLINE",
+        model=model,
+        dedicated=dedicated,
+        serving=serving,
+        agents=agents,
+        slot_count=slots,
+        engine=engine,
+        dtype=dtype,
+        engine_words=tuple(words or ()),
+        data=data,
+        port=port,
+        environments=tuple(environment or ()),
+        rewards=tuple(reward or ()),
+        passed=tuple(pass_env or ()),
+        run_as=run_as,
+        is_offline=no_network,
+        hub_names=tuple(allow_hub or ()),
+    )
+    raise typer.Exit(run_up(options))
+
+
+def _train(
+    url: Url = None,
+    run: Annotated[str, typer.Option(help="The run.")] = "train",
+    environment: Annotated[str, typer.Option(help="frozenlake or guess-the-number.")] = "frozenlake",
+    reward: Annotated[str | None, typer.Option(help="Registered reward function; default: the environment's.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: as tuned.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of model and tasks.")] = 0,
+    output: Annotated[str, typer.Option(help="Checkpoints and summary.json go here.")] = "rollfab-train",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore an earlier checkpoint.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Train the tiny model with GRPO on an environment that is offered."""
+    from ...trainer.loop import TrainOptions, run_training
+
+    summary = run_training(
+        TrainOptions(
+            url=need_url(url),
+            run_id=run,
+            environment=environment,
+            reward=reward,
+            steps=steps,
+            seed=seed,
+            output=output,
+            is_fresh=fresh,
+        )
+    )
+    if json:
+        show_json(summary)
+        return
+    rewards = f"mean reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f}"
+    show(f"{summary['steps']} steps, {summary['rollouts']} rollouts, {rewards}; see {output}/summary.json")
+
+
+def _broker(
+    data: Annotated[str, typer.Option(help="Directory to keep.")] = "rollfab-data",
+    port: Annotated[int | None, typer.Option(help="Loopback port. Default: a unix socket.", min=1, max=65535)] = None,
+) -> None:
+    """Run a private broker until Ctrl-C and print its URL."""
+    from .up import run_broker
+
+    raise typer.Exit(run_broker(data, port))
