@@ -263,19 +263,21 @@ class WholeFabric:
         count = count_tokens(groups, self._workload)
         return Round(duration_s=duration_s, token_count=count, cpu_s=used_s, groups=groups)
 
-    def timed(self, tasks: Sequence[dict[str, Any]]) -> tuple[list[Group], float]:
+    def timed(self, tasks: Sequence[dict[str, Any]], group_size: int = GROUP_SIZE) -> tuple[list[Group], float]:
         """A group for each task, and how long all of them took, in seconds."""
         start_s = time.perf_counter()
-        groups = self.ask(tasks)
+        groups = self.ask(tasks, group_size=group_size)
         return groups, time.perf_counter() - start_s
 
-    def ask(self, tasks: Sequence[dict[str, Any]], timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
+    def ask(
+        self, tasks: Sequence[dict[str, Any]], timeout_s: float = GROUP_TIMEOUT_S, *, group_size: int = GROUP_SIZE
+    ) -> list[Group]:
         """A group for each task, in the order of the tasks; what does not come in time is missing.
 
         Raises:
             FabricError: a process has ended.
         """
-        order = {name: index for index, name in enumerate(self._run.submit(tasks, group_size=GROUP_SIZE))}
+        order = {name: index for index, name in enumerate(self._run.submit(tasks, group_size=group_size))}
         groups: list[Group] = []
         deadline_s = time.monotonic() + timeout_s
         while len(groups) < len(tasks) and time.monotonic() < deadline_s:
