@@ -46,10 +46,10 @@ class Case:
     slot_count: int
     place_count: int
     """Environments at once."""
-    step_s: float = 0.04
+    step_s: float = 0.15
     """A step of the engine takes so long at least, as on a GPU, where it hardly hangs on how many turns are in it."""
     model: str = "tiny"
-    completion_tokens: int = 8
+    completion_tokens: int = 4
     observation_tokens: int = 2
 
 
@@ -62,7 +62,7 @@ class Settings:
     arms: tuple[str, ...] = field(default=tuple(ARMS))
 
 
-FEW_LONG = (4,) * 14 + (24,) * 2
+FEW_LONG = (3,) * 14 + (18,) * 2
 SPREAD = (2, 3, 3, 4, 4, 5, 5, 6, 7, 7, 8, 9, 11, 13, 18, 28)  # lognormal, as terminal agents'
 MANY = Case(name="few long tasks", turn_counts=FEW_LONG, slot_count=8, place_count=32)
 FULL = Settings(
