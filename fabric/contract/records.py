@@ -108,6 +108,8 @@ class RunConfig(Record):
     weight: float = 1.0  # share of the pool among runs
     model_digest: str = ""  # of the model's files, where its creator read them: another path may hold the same model
     prefix_affinity: bool = True  # whether a trajectory's turns wait a while for the worker that made the last one
+    longest_first: bool = True  # whether groups of tasks that took long before go before others of their priority
+    nearest_first: bool = True  # whether groups near completion go before others of their priority
     kept_bytes_max: int = 16 << 20  # of groups that were consumed, for people to look at; 0: none is kept
 
     @property

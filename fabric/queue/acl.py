@@ -61,7 +61,7 @@ TRAJECTORY_KEYS = (
 )
 ENDING_KEYS = (
     "{run}:trajectory:* {run}:turn:* {run}:group:* {run}:rollouts:* {run}:completed {run}:counters {run}:run "
-    "{run}:open {run}:late {run}:dead {run}:clock {run}:rewards {run}:begun {run}:timings"
+    "{run}:open {run}:late {run}:dead {run}:clock {run}:lengths {run}:rewards {run}:begun {run}:timings"
 )
 RETRY_KEYS = (
     "{run}:dead {run}:group:* {run}:completed {run}:counters {run}:open {run}:late {run}:trajectory:record "
@@ -96,7 +96,7 @@ TRAINER = Rights(
     "holders offer answer",
     commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
     "mget get getrange xrevrange xread wait waitaof",
-    reads=f"{STATUS_KEYS} {{weights}}:*",
+    reads=f"{STATUS_KEYS} {{run}}:lengths {{weights}}:*",
     writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:consumers {run}:dead "
     "{run}:consumed {run}:open {run}:late {run}:clock {run}:group:* {run}:rollouts:* {run}:trajectory:* "
     "{run}:turn:* {run}:timings {run}:begun {run}:kept {run}:kept:row:* {run}:kept:rollouts:* {weights}:*",

@@ -37,6 +37,8 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:timings        HASH   "name role place" → durations in a bucket of a histogram, or their sum, and
                                    "name role ~place" → the latest one (rules/queue/timings.py). What roles measure is
                                    in shard 0, what the broker does where it happens.
+  rf:{run.s}:lengths        HASH   four hexadecimal digits of a task, or "-" for all → "count sum" of how long its last
+                                   trajectories were (rules/queue/length.py); at most 65,537 fields.
   rf:{run.s}:told:<worker>  STRING the number of the last report of durations. Shard 0. TTL TOLD_TTL_MS.
   rf:{run.s}:leases         HASH   worker_id → "lease_epoch slot_count lease_until_ms" (0: standing). Controller.
   rf:{run.s}:lease_slots    STRING the slots of all leases together, counted as leases are written. Controller.
@@ -46,8 +48,11 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    complete, bytes, task (JSON), deadline if it has one,
                                    redelivered if it was taken back from somebody who may have used it.
                                    pushed: when it was taken in. differences:<trajectory_id>: TokenDifferences, of
-                                   some, as a trainer compared last. Deleted by acknowledge or cancel.
-  rf:{run.s}:open           HASH   group_id → "priority missing quorum" of groups not complete. Field deleted then.
+                                   some, as a trainer compared last. order: as in open. Deleted by acknowledge or
+                                   cancel.
+  rf:{run.s}:open           HASH   group_id → "priority missing quorum order" of groups not complete. Field
+                                   deleted then. order: 1 its task is a long one, 2 nearness to completion counts
+                                   nothing, 3 both.
   rf:{run.s}:late           ZSET   group_id → its deadline. Member deleted when it is complete or cancelled, and
                                    there again when it is taken back to be run again.
   rf:{run.s}:rollouts:<id>  HASH   trajectory_id → Rollout. As above.
@@ -210,6 +215,7 @@ class ShardKeys:
         self.counters = f"{self.base}:counters"
         self.rewards = f"{self.base}:rewards"
         self.timings = f"{self.base}:timings"
+        self.lengths = f"{self.base}:lengths"
         self.open = f"{self.base}:open"
         self.late = f"{self.base}:late"
         self.leases = f"{self.base}:leases"

@@ -31,6 +31,7 @@ from ..contract.wire import dump_json
 from ..ports.queue import ConsumerBeat, Delivery, GroupPush
 from ..rules.queue.dead import VERDICTS, DeadVerdict
 from ..rules.queue.keeping import KEPT_COUNT_MAX, to_drop
+from ..rules.queue.length import task_name
 from ..rules.queue.push import DEAD_COUNT_MAX, outcome, too_many_bytes, too_many_dead, too_many_open
 from ..rules.queue.retries import NO_LETTER, RERUN_COUNT_MAX, is_stale, not_held, too_stale
 from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER, RunShards, ShardKeys
@@ -110,7 +111,7 @@ class RedisRolloutStream:
         size = len(group.jobs)
         deadline_ms = 0 if group.deadline_s is None else max(1, int(group.deadline_s * 1000))
         args: list[Any] = [group.group_id, size, group.quorum or size, group.priority, deadline_ms, facts]
-        args.append(DEAD_COUNT_MAX)
+        args += [DEAD_COUNT_MAX, task_name(self._run, group.task_id), int(self._run.nearest_first)]
         for job in group.jobs:
             args += [job.trajectory_id, job.encode()]
         return "push_group", [keys, keys.of_group(group.group_id)], args

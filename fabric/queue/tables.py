@@ -55,8 +55,11 @@ CLOCK = re.compile(rb"(?=.{1,31}\Z)\d+ \d+")
 LEADER = re.compile(rb"[^\s/]+/?\S* \d+ \d+")
 DIGESTS = re.compile(rb"( [0-9a-f]{32})+")
 HOMED = re.compile(rb"\S+ [123] \d+ \d+ \S+")
-OPEN = re.compile(rb"[012] -?\d+ \d+")
-SUMS_OF_GROUP = frozenset((b"size", b"quorum", b"priority", b"completed", b"failed", b"cancelled", b"bytes", b"ended"))
+LENGTHS = re.compile(rb"\d+ \d+")
+OPEN = re.compile(rb"[012] -?\d+ \d+( [0-3])?")
+SUMS_OF_GROUP = frozenset(
+    (b"size", b"quorum", b"priority", b"completed", b"failed", b"cancelled", b"bytes", b"ended", b"order")
+)
 SUMS_OF_RUN = frozenset((b"head_version", b"staleness", b"depth", b"depth_max", b"bytes", b"bytes_max", b"kept_bytes"))
 
 
@@ -223,12 +226,13 @@ SHARD: Tables = {
     "counters": ("hash", _count),
     "rewards": ("hash", _reward),
     "timings": ("hash", lambda run, name, raw: check_timing(name.decode(), raw.decode())),
+    "lengths": ("hash", _matches(LENGTHS, "no count and sum of lengths")),
     "told:*": ("string", None),
     "leases": ("hash", lambda run, name, raw: lease_row(name.decode(), run, raw, 0)),
     "lease_slots": ("string", _matches(WHOLE, "no number of slots")),
     "lease_term": ("string", _matches(WHOLE, "no term")),
     "group:*": ("hash", _group_fact),
-    "open": ("hash", _matches(OPEN, "not priority, missing and quorum")),
+    "open": ("hash", _matches(OPEN, "not priority, missing, quorum and order")),
     "late": ("zset", _finite),
     "rollouts:*": ("hash", _rollout),
     "completed": ("stream", lambda run, name, fields: _require(b"group" in fields, "it names no group")),

@@ -23,6 +23,7 @@ from ..contract.ids import group_of, turn_id
 from ..contract.records import DeadLetter, Rollout, RunConfig, TurnResult
 from ..contract.wire import load_json
 from ..ports.queue import Reaped, ScoreClaim, TrajectoryClaim
+from ..rules.queue.length import length_of, task_name
 from ..rules.queue.retries import (
     BLAME_COUNT_MAX,
     GIVEN_UP,
@@ -142,6 +143,7 @@ class RedisTrajectoryQueue:
         args: list[Any] = [rollout.trajectory_id, fence, rollout.group_id, state, rollout.encode(), self._score_ms]
         reward = "" if rollout.reward is None else repr(float(rollout.reward))
         args += [worker_id, rollout.policy_version, reward, len(rollout.completion_ids)]
+        args += [task_name(self._run, rollout.task_id), length_of(rollout)]
         with translate():
             answer = await self._scripts.call("settle_trajectory", [keys, keys.of_group(rollout.group_id)], args)
         if not isinstance(answer, list):

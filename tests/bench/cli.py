@@ -46,6 +46,14 @@ def affinity(quick: Quick = False, json: AsJson = False) -> None:
     raise typer.Exit(bench_affinity(quick=quick, json_output=json))
 
 
+@app.command("tails")
+def tails(quick: Quick = False, json: AsJson = False) -> None:
+    """Groups that take long first, over first come, first served: the time of a step with stragglers."""
+    from .tails.main import bench_tails
+
+    raise typer.Exit(bench_tails(quick=quick, json_output=json))
+
+
 @app.command("engine")
 def engine(quick: Quick = False, json: AsJson = False) -> None:
     """vLLM through the whole fabric, over vLLM's own offline generate; and how soon it stands still when told to."""
@@ -219,11 +227,16 @@ def witness(
 
 
 @app.command("paced", hidden=True)
-def paced(slots: Annotated[int, typer.Option()], step: Annotated[float, typer.Option()], url: Url = None) -> None:
+def paced(
+    slots: Annotated[int, typer.Option()],
+    step: Annotated[float, typer.Option()],
+    context: Annotated[int, typer.Option()] = 512,
+    url: Url = None,
+) -> None:
     """A rollout worker whose engine makes a step in a fixed time."""
     from .evaluation.worker import run_paced
 
-    run_paced(need_url(url), slot_count=slots, step_s=step)
+    run_paced(need_url(url), slot_count=slots, step_s=step, context_tokens=context)
 
 
 @app.command("trainer", hidden=True)

@@ -21,7 +21,7 @@ class Metronome(Environment):
         completion_tokens: length of every turn; nothing ends one early.
         observation_tokens: characters of every observation, the first included.
 
-    A task may say its own first "text", "completion_tokens" and "temperature".
+    A task may say its own first "text", "completion_tokens", "temperature" and "turn_count".
     """
 
     name = "metronome"
@@ -31,7 +31,7 @@ class Metronome(Environment):
         self.sampling = TextSampling(temperature=1.0, max_tokens=completion_tokens, ends_at_eos=False)
         self.turn_count_max = turn_count
         self._text = observation(observation_tokens)
-        self._turn_count = 0
+        self._turn_count, self._turns = 0, turn_count
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
         """Say the first observation."""
@@ -41,12 +41,13 @@ class Metronome(Environment):
             temperature=task.get("temperature", own.temperature),
             max_tokens=task.get("completion_tokens", own.max_tokens),
         )
+        self._turns = task.get("turn_count", self._turns)
         return Observation(task.get("text", self._text))
 
     async def step(self, action: str) -> Step:
         """Count."""
         self._turn_count += 1
-        return Step(self._text, 0.0, terminated=self._turn_count >= self.turn_count_max)
+        return Step(self._text, 0.0, terminated=self._turn_count >= self._turns)
 
 
 def observation(token_count: int) -> str:

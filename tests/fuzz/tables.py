@@ -38,6 +38,7 @@ SHARD_TABLES = {
     "clock": STRING,
     "counters": HASH,
     "rewards": HASH,
+    "lengths": HASH,
     "open": HASH,
     "late": ZSET,
     "completed": STREAM,
@@ -135,7 +136,7 @@ def tables() -> list[Table]:
         found.append(Table("agent", name, key, kind))
         if name.startswith(("turn:", "inbox:")) or name in ("counters", "clock"):
             found.append(Table("worker", name, key, kind))
-        if name in ("run", "counters", "trajectory:record", "dead", "rewards"):
+        if name in ("run", "counters", "trajectory:record", "dead", "rewards", "lengths"):
             found.append(Table("reward", name, key, kind))
     found += [Table("worker", f"weights {name}", f"{{weights}}:{name}", kind) for name, kind in WEIGHT_TABLES.items()]
     return found

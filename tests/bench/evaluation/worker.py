@@ -14,12 +14,10 @@ from rollfab.deploy.roles.options import WorkerOptions
 from rollfab.deploy.roles.run import run_worker
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
 
-CONTEXT_TOKENS = 512
 
-
-def run_paced(url: str, *, slot_count: int, step_s: float) -> None:
+def run_paced(url: str, *, slot_count: int, step_s: float, context_tokens: int) -> None:
     """Generate turns under a lease until told to stop, a step every `step_s` seconds."""
-    engine = EngineOptions(model="tiny", slot_count=slot_count, context_tokens_max=CONTEXT_TOKENS)
+    engine = EngineOptions(model="tiny", slot_count=slot_count, context_tokens_max=context_tokens)
     options = WorkerOptions(url=url, engine=engine)
     run_worker(options, make_engine=lambda made, _: PacedEngine(made.for_transformers(), step_s))
 

@@ -160,6 +160,8 @@ class WholeFabric:
         collector: str = "",
         sampler: str = "",
         settle_s: float = 0,
+        place_count: int | None = None,
+        worker: Sequence[str] = (),
     ) -> None:
         """Make it, not started.
 
@@ -171,6 +173,8 @@ class WholeFabric:
             sampler: which groups are traced, as OTEL_TRACES_SAMPLER has it.
             settle_s: how long a round waits when its time was taken, so that what it left to do is in its CPU seconds,
                 and not in the next arm's.
+            place_count: environments at once; None: one for each trajectory.
+            worker: the command of a rollout worker of another kind, whole.
         """
         self._workload = workload
         self._weights = weights
@@ -180,6 +184,8 @@ class WholeFabric:
         self._collector = collector
         self._sampler = sampler
         self._settle_s = settle_s
+        self._place_count = place_count or workload.trajectory_count
+        self._worker = worker
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -201,7 +207,7 @@ class WholeFabric:
         self._stack.close()
 
     def _start_roles(self) -> None:
-        workload, count = self._workload, str(self._workload.trajectory_count)
+        workload, count = self._workload, str(self._place_count)
         engine = ["--slots", str(SLOT_COUNT), "--context", str(CONTEXT_TOKENS), "--seed", str(SEED), *self._engine]
         place = {"ROLLFAB_URL": self._broker.url, COLLECTOR: self._collector}
         for role, words in {
@@ -209,7 +215,7 @@ class WholeFabric:
             "agent": ["--environment", METRONOME, "--count", count],
         }.items():
             self._supervisor.add(role, [role, *words], is_restarted=False, environment=place)
-        words = ["worker", "--model", workload.model, *engine]
+        words = list(self._worker) or ["worker", "--model", workload.model, *engine]
         threads = {"OMP_NUM_THREADS": "1"} if self._worker_count > 1 else {}
         for index in range(self._worker_count):
             name = f"worker-{index}" if index else "worker"
@@ -250,21 +256,28 @@ class WholeFabric:
 
     def round(self) -> Round:
         """All trajectories from their submission until the last group is received."""
-        cpu_s, start_s = self._cpu_s(), time.perf_counter()
-        groups = self.ask(self._workload.tasks())
-        duration_s = time.perf_counter() - start_s
+        cpu_s = self._cpu_s()
+        groups, duration_s = self.timed(self._workload.tasks())
         time.sleep(self._settle_s)
         used_s = {name: used - cpu_s[name] for name, used in self._cpu_s().items()}
         count = count_tokens(groups, self._workload)
         return Round(duration_s=duration_s, token_count=count, cpu_s=used_s, groups=groups)
 
-    def ask(self, tasks: Sequence[dict[str, Any]], timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
+    def timed(self, tasks: Sequence[dict[str, Any]], group_size: int = GROUP_SIZE) -> tuple[list[Group], float]:
+        """A group for each task, and how long all of them took, in seconds."""
+        start_s = time.perf_counter()
+        groups = self.ask(tasks, group_size=group_size)
+        return groups, time.perf_counter() - start_s
+
+    def ask(
+        self, tasks: Sequence[dict[str, Any]], timeout_s: float = GROUP_TIMEOUT_S, *, group_size: int = GROUP_SIZE
+    ) -> list[Group]:
         """A group for each task, in the order of the tasks; what does not come in time is missing.
 
         Raises:
             FabricError: a process has ended.
         """
-        order = {name: index for index, name in enumerate(self._run.submit(tasks, group_size=GROUP_SIZE))}
+        order = {name: index for index, name in enumerate(self._run.submit(tasks, group_size=group_size))}
         groups: list[Group] = []
         deadline_s = time.monotonic() + timeout_s
         while len(groups) < len(tasks) and time.monotonic() < deadline_s:

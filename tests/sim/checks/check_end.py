@@ -16,7 +16,19 @@ if TYPE_CHECKING:
 IDLE_S = 1.5  # within which cancelled work has let go of its slots: a second, and the way there
 # What stays of a run that has nothing to do, each with its own bound.
 STAYS = (
-    *("run", "clock", "counters", "rewards", "consumed", "consumers", "leases", "lease_slots", "lease_term", "dead"),
+    *(
+        "run",
+        "clock",
+        "counters",
+        "rewards",
+        "lengths",
+        "consumed",
+        "consumers",
+        "leases",
+        "lease_slots",
+        "lease_term",
+        "dead",
+    ),
     *("inbox:", "kept", "timings", "told:"),
     *(
         "trajectory:ready:",

@@ -32,6 +32,7 @@ KEPT_KEYS = {
     "clock",
     "counters",
     "rewards",
+    "lengths",
     "timings",
     "leases",
     "lease_slots",

@@ -1,12 +1,13 @@
--- settle_trajectory(id, fence, group_id, state, rollout, score_ms, worker, oldest_version, reward | '', token_count)
+-- settle_trajectory(id, fence, group_id, state, rollout, score_ms, worker, oldest_version, reward | '', token_count,
+--   task_name | '', length)
 -- End a trajectory exactly once: `completed`, or `scoring` while its reward is being computed (then score_ms is how
 -- soon it must be asked for). `worker` holds the claim; it is '' when a trajectory that waits for its reward gets it.
 -- Its loss is 0 again: agents that it cost are no losses of its reward, and those cost no agent of another attempt.
 -- Returns 1 settled (also when asked again) · 0 the fence is stale · {2, head_version} its tokens are (nothing written)
--- keys shard.begun shard.clock shard.counters shard.rewards shard.run group.rollouts trajectory.deadline trajectory.log
+-- keys shard.begun shard.clock shard.counters shard.lengths shard.rewards shard.run group.rollouts trajectory.deadline trajectory.log
 -- keys trajectory.record
 -- flags allow-oom
--- use batch count record claims look time suspect forget_turns drop close curve
+-- use batch count record claims look time suspect forget_turns drop close curve length
 local id, fence, group_id, state = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local r = read_record(trajectory.record, id)
 if r and r.fence == fence and r.state == state then return 1 end
@@ -34,6 +35,7 @@ if state == 'scoring' then
 else
   redis.call('ZREM', shard.begun, id)
   if ARGV[9] ~= '' then note_reward(shard.rewards, oldest, tonumber(ARGV[9]), tonumber(ARGV[10])) end
+  note_length(ARGV[11], tonumber(ARGV[12]))
   close(group_id, 'completed')
 end
 return 1

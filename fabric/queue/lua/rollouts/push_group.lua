@@ -1,10 +1,11 @@
--- push_group(group_id, size, quorum, priority, deadline_ms | 0, task, dead_count_max, then per trajectory: id, job)
+-- push_group(group_id, size, quorum, priority, deadline_ms | 0, task, dead_count_max, task_name | '',
+--   nearest_first 0 | 1, then per trajectory: id, job)
 -- Take a group and all its trajectories in, once. At the broker's memory limit it is refused whole.
 -- Returns {1} taken · {0} known already · {-1, depth, depth_max, size} · {-2} no such run ·
 -- {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight}; below 0 nothing is written
--- keys shard.clock shard.consumed shard.counters shard.dead shard.late shard.open shard.run group.row trajectory.bell
--- keys trajectory.job trajectory.ready trajectory.record
--- use batch count record look time ring
+-- keys shard.clock shard.consumed shard.counters shard.dead shard.late shard.lengths shard.open shard.run group.row
+-- keys trajectory.bell trajectory.job trajectory.ready trajectory.record
+-- use batch count record look time ring length
 local group_id, size, task = ARGV[1], tonumber(ARGV[2]), ARGV[6]
 if redis.call('EXISTS', group.row) == 1 or redis.call('ZSCORE', shard.consumed, group_id) then
   tally(shard.run, 'depth', 0)  -- a write, for the WAIT that may follow to wait for
@@ -20,19 +21,19 @@ if depth + size > depth_max then return {-1, depth, depth_max, size} end
 if dead_count >= tonumber(ARGV[7]) then return {-3, dead_count, tonumber(ARGV[7])} end
 
 local ids, jobs, records, weight = {}, {}, {}, #task
-for i = 8, #ARGV, 2 do
+for i = 10, #ARGV, 2 do
   ids[#ids + 1], records[ARGV[i]] = ARGV[i], new_record(0)
   add_pair(jobs, ARGV[i], ARGV[i + 1])
   weight = weight + #ARGV[i + 1]
 end
 if bytes + weight > bytes_max then return {-4, bytes, bytes_max, weight} end
 
-local now = now_ms(shard.clock)
+local now, order = now_ms(shard.clock), (is_long(ARGV[8]) and 1 or 0) + (ARGV[9] == '1' and 0 or 2)
 tally(shard.run, 'depth', size)
 tally(shard.run, 'bytes', weight)
 redis.call('HSET', group.row, 'size', size, 'quorum', ARGV[3], 'priority', ARGV[4], 'completed', 0, 'failed', 0,
-  'cancelled', 0, 'state', 'open', 'bytes', weight, 'task', task, 'pushed', now)
-redis.call('HSET', shard.open, group_id, ARGV[4] .. ' ' .. ARGV[3] .. ' ' .. ARGV[3])
+  'cancelled', 0, 'state', 'open', 'bytes', weight, 'task', task, 'pushed', now, 'order', order)
+redis.call('HSET', shard.open, group_id, string.format('%s %s %s %d', ARGV[4], ARGV[3], ARGV[3], order))
 if ARGV[5] ~= '0' then
   local deadline = now + tonumber(ARGV[5])
   redis.call('ZADD', shard.late, deadline, group_id)

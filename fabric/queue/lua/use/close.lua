@@ -42,13 +42,14 @@ local function close(group_id, outcome)
   if redis.call('HEXISTS', group.row, 'size') == 0 then return end
   tally(shard.counters, 'trajectories_' .. outcome, 1)
   tally(group.row, outcome, 1)
-  local g = redis.call('HMGET', group.row, 'size', 'quorum', 'priority', 'completed', 'failed', 'cancelled')
+  local g = redis.call('HMGET', group.row, 'size', 'quorum', 'priority', 'completed', 'failed', 'cancelled', 'order')
   local size, quorum, completed = whole(g[1], 0), whole(g[2], 1), whole(g[4], 0)
   if completed >= quorum then
     complete(group_id, quorum < size and 'quorum' or 'all')
   elseif completed + whole(g[5], 0) + whole(g[6], 0) >= size then
     complete(group_id, 'all')
   else
-    redis.call('HSET', shard.open, group_id, string.format('%d %d %d', whole(g[3], 1), quorum - completed, quorum))
+    local row = string.format('%d %d %d %d', whole(g[3], 1), quorum - completed, quorum, whole(g[7], 0))
+    redis.call('HSET', shard.open, group_id, row)
   end
 end

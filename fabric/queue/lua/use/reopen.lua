@@ -6,8 +6,9 @@ local function reopen(group_id, entry_id)
   redis.call('XDEL', shard.completed, entry_id)
   redis.call('HSET', group.row, 'state', 'open')
   tally(shard.counters, 'groups_completed', -1)
-  local g = redis.call('HMGET', group.row, 'quorum', 'priority', 'completed', 'deadline')
+  local g = redis.call('HMGET', group.row, 'quorum', 'priority', 'completed', 'deadline', 'order')
   local quorum, deadline = whole(g[1], 1), whole(g[4], nil)
-  redis.call('HSET', shard.open, group_id, string.format('%d %d %d', whole(g[2], 1), quorum - whole(g[3], 0), quorum))
+  local row = string.format('%d %d %d %d', whole(g[2], 1), quorum - whole(g[3], 0), quorum, whole(g[5], 0))
+  redis.call('HSET', shard.open, group_id, row)
   if deadline then redis.call('ZADD', shard.late, deadline, group_id) end
 end

@@ -7,7 +7,7 @@ local function is_sent_home(id, home, version, bell, tokens, bell_ttl_ms)
   local _, now = look(shard.clock)
   local _, slots = lease_of(home, now)
   if not slots or slots == 0 or slots_of_all() <= slots then return false end
-  wait_at_home(home, urgency(redis.call('HGET', shard.open, group_of(id)), false) + 1, now, tokens, id)
+  wait_at_home(home, urgency(redis.call('HGET', shard.open, group_of(id)), false, turn.ready) + 1, now, tokens, id)
   if whole(redis.call('HGET', turn.held, home), 0) >= share_of(slots) then
     if redis.call('LPUSH', turn.bell, '1') > 64 then redis.call('LTRIM', turn.bell, 0, 63) end
   elseif redis.call('LPUSH', bell, '1') > 1 then
