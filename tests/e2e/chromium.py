@@ -176,7 +176,7 @@ class Page:
     def complaints(self) -> list[str]:
         """Errors that the page's console has shown: exceptions, blocked loads, violations of its policy."""
         found = []
-        for event in self._browser.events:
+        for event in self._own_events():
             params = event["params"]
             if event["method"] == "Runtime.exceptionThrown":
                 found.append(json.dumps(params["exceptionDetails"]))
@@ -186,8 +186,12 @@ class Page:
 
     def requested(self) -> list[str]:
         """Every address that the page has asked for."""
-        sent = [event for event in self._browser.events if event["method"] == "Network.requestWillBeSent"]
+        sent = [event for event in self._own_events() if event["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
+
+    def _own_events(self) -> list[dict[str, Any]]:
+        """The events of this tab: others of the browser go on beside it."""
+        return [event for event in self._browser.events if event.get("sessionId") == self._session]
 
 
 @contextlib.asynccontextmanager
