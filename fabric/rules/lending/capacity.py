@@ -143,7 +143,7 @@ class _Lending:
         setup_s = 0.0 if worker.is_lent else (worker.activation_ms + worker.fetch_ms) / 1000
         after = f" after {setup_s:.1f} s to get ready" if setup_s else ""
         speed = speed_of(worker, self._slot_tokens_per_s)
-        return f"{self._demand(run)}: too few more for {speed:.0%} of a dedicated one's speed{after}"
+        return f"{self._demand(run)}: too few more for a worker at {speed:.0%} of a dedicated one's speed{after}"
 
 
 def _made(
