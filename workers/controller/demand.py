@@ -139,7 +139,6 @@ class Census:
             is_lent=leased is not None,
             activation_ms=_activation_ms(info) if leased is None else 0,  # under a lease it is waking already
             fetch_ms=_fetch_ms(info, runs.get(run_id or "")) if leased is None else 0,
-            running_count=info.running_count,
             probe=info.probe,
             guard_state=info.guard_state,
             shut_s=now_s - self._shut_at_s.setdefault(name, now_s) if info.guard_state == "shut" else 0.0,

@@ -2,7 +2,7 @@
 
 - Dedicated workers serve whenever a run of their model exists; their lease stands until it is replaced.
 - Serving workers are lent only while their team offers them, their guard and their headroom allow it, demand is more
-  than the slots that are given already, and they would end what they take sooner than those (see benefit below).
+  than the slots that are given already, and the run gets on faster with them (see benefit below).
 - Workers that are lent come first, then the least risky: most headroom and most open, awake, with the weights at hand.
 - A lent worker is kept through short lulls and short doubts, and a worker taken back for serving rests a while: under
   facts that do not change no worker is lent and taken back in turn. A lease ends at once only where serving is
@@ -78,6 +78,7 @@ class _Lending:
         self._places = divide(offers, {each.worker_id: each.run_id for each in workers}, runs, rule)
         self._given = dict.fromkeys((run.run_id for run in runs), 0)
         self._speeds = dict.fromkeys(self._given, 0.0)
+        self._fastest = dict.fromkeys(self._given, 0.0)
         known = [each.slot_tokens_per_s for each in workers if each.lend is None and each.slot_tokens_per_s]
         self._slot_tokens_per_s = sum(known) / len(known) if known else None
 
@@ -87,9 +88,13 @@ class _Lending:
         for worker in self._workers:
             grant = found[worker.worker_id] = self._grant(worker, self._places.get(worker.worker_id))
             if grant.run_id is not None:
-                self._given[grant.run_id] += grant.slot_count
-                self._speeds[grant.run_id] += grant.slot_count * speed_of(worker, self._slot_tokens_per_s)
+                self._give(grant.run_id, grant.slot_count, speed_of(worker, self._slot_tokens_per_s))
         return found
+
+    def _give(self, run_id: str, slot_count: int, speed: float) -> None:
+        self._given[run_id] += slot_count
+        self._speeds[run_id] += slot_count * speed
+        self._fastest[run_id] = max(self._fastest[run_id], speed)
 
     def _grant(self, worker: WorkerFacts, run: RunFacts | None) -> Grant:
         if run is None:
@@ -101,10 +106,8 @@ class _Lending:
             return _made(worker, run, 0, refusal, is_for_serving=_offered(worker) > 0)
         if worker.is_lent:
             return self._kept(worker, run)
-        if run.open_count <= self._given[run.run_id]:
-            return _made(worker, run, 0, "the slots given are enough")
         if not self._is_worth(worker, run):
-            return _made(worker, run, 0, self._too_slow(worker))
+            return _made(worker, run, 0, self._no_need(worker, run))
         return _made(worker, run, _offered(worker), self._demand(run))
 
     def _kept(self, worker: WorkerFacts, run: RunFacts) -> Grant:
@@ -114,30 +117,33 @@ class _Lending:
             if run.idle_s < rule.take_back_after_s:
                 return _made(worker, run, slots, f"kept: demand is gone for {run.idle_s:.1f} s only")
             return _made(worker, run, 0, "the slots given are enough")
-        is_spare = not worker.running_count and run.open_count <= self._given[run.run_id]
-        if is_spare:
-            why = "the slots given are enough"
-        elif not self._is_worth(worker, run):
-            why = self._too_slow(worker)
-        else:
+        if self._is_worth(worker, run):
             return _made(worker, run, slots, self._demand(run))
+        why = self._no_need(worker, run)
         if worker.doubt_s < rule.take_back_after_s:
             return _made(worker, run, slots, f"kept for now: {why}", is_doubted=True)
         return _made(worker, run, 0, why)
 
     def _is_worth(self, worker: WorkerFacts, run: RunFacts) -> bool:
-        slot_s = slot_time_s(run.left_tokens, self._slot_tokens_per_s)
-        backlog = Backlog(open_count=run.open_count, speed=self._speeds[run.run_id], slot_s=slot_s)
+        backlog = Backlog(
+            open_count=run.open_count,
+            slot_count=self._given[run.run_id],
+            speed=self._speeds[run.run_id],
+            fastest=self._fastest[run.run_id],
+            slot_s=slot_time_s(run.left_tokens, self._slot_tokens_per_s),
+        )
         return is_worth(worker, speed_of(worker, self._slot_tokens_per_s), backlog, self._rule)
 
     def _demand(self, run: RunFacts) -> str:
         return f"{run.open_count} trajectories open, {self._given[run.run_id]} slots given"
 
-    def _too_slow(self, worker: WorkerFacts) -> str:
+    def _no_need(self, worker: WorkerFacts, run: RunFacts) -> str:
+        if run.open_count <= self._given[run.run_id]:
+            return "the slots given are enough"
         setup_s = 0.0 if worker.is_lent else (worker.activation_ms + worker.fetch_ms) / 1000
         after = f" after {setup_s:.1f} s to get ready" if setup_s else ""
         speed = speed_of(worker, self._slot_tokens_per_s)
-        return f"the slots given end sooner what it would take: it has {speed:.0%} of a dedicated one's speed{after}"
+        return f"{self._demand(run)}: too few more for a worker at {speed:.0%} of a dedicated one's speed{after}"
 
 
 def _made(
@@ -196,33 +202,45 @@ def _low_headroom(worker: WorkerFacts, fraction: float) -> str:
 
 # ---------------------------------------------------------------- benefit
 #
-# The benefit gate: does one more borrowed worker end a run's open trajectories sooner, or does it hold some up?
+# The benefit gate: does a run get on faster with one more borrowed worker?
 #
-# All times are in *slot times*: what the remaining work of a mean trajectory takes in one slot of a dedicated worker.
+#     X = N - S - b * (1 - f / m)         surplus: trajectories beyond those for which it pays
 #
-#     slots that are there:   max(1, N / S) + k - 1
-#     one more worker:        C + max(k / f, k - 1)
+#     it is kept   while  X > 0
+#     it is lent   where  f * (X / V - C) > R
 #
-# N: open trajectories. S: slots given already, each counted with its speed. f: the borrowed worker's speed in dedicated
-# slots (its open fraction, or what was measured). C: wake + fetch + computing prefixes again. k: how much longer than
-# the mean a trajectory may be (tail_factor).
+# N: open trajectories. S: slots given already, V: their speeds added up, m: the fastest of them. b: slots of the
+# borrowed worker, f: the speed of each. Speeds are in dedicated slots. C: wake + fetch, R: computing a prefix again,
+# both in *slot times*: what the remaining work of a mean trajectory takes in one slot of a dedicated worker.
 #
-# - The first line is when the slots that are there have emptied the queue and ended a long trajectory. The second is
-#   when a long trajectory ends that the borrowed worker takes now. It is lent only while that is no later, so what it
-#   takes would not have ended sooner elsewhere, and the step is never longer than without it.
-# - A worker that gives a third of its time is lent only where the queue is more than five slot times long: borrowed
-#   for less, it makes a synchronous step 0.4 to 0.96 times as fast, for stragglers sit on it.
-# - Where nothing is given yet, any worker is better than none.
+# - While X > 0 the run makes no fewer tokens a second than without the worker, whoever has which turn: at most b turns
+#   are on it and make b * f. They leave at most S + b - N of the slots given empty, which is less than b * f / m, so
+#   less than b * f is lost there.
+# - Turns move between workers and keep their tokens. So what matters is the speed of all slots together, and not when
+#   a slow worker would end a trajectory: as X is gone, its turns go on elsewhere.
+# - V trajectories end in a slot time, so X lasts X / V. In that time, less C, each slot of the borrowed worker does f
+#   of a dedicated one's work. What is on it as X is gone computes its prefix once more. A lease that would not make
+#   up for that is not begun, so demand that hovers around X = 0 begins none; one that was begun outlasts short doubts.
+# - Where nothing is given yet, any worker that generates at all is better than none.
 #
-# Source: PEARL's benefit gate (lend only what pays for its activation), with stragglers counted.
+# So all open work ends at the latest when the slots given need for it, plus the longest trajectory and one prefix:
+# the same as without lending, but for the prefix (tests/unit/fabric/rules/lending/test_benefit.py plays it through).
+#
+# Source: PEARL's benefit gate (lend only what pays for its activation), with what slow slots keep from fast ones.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """A run's work and who has it. speed: of the slots given so far, in dedicated slots. slot_s: a slot time."""
+    """A run's work and who has it.
+
+    open_count: trajectories. slot_count: slots given so far; speed: theirs together, fastest: the fastest one's, both
+    in dedicated slots. slot_s: a slot time.
+    """
 
     open_count: int
+    slot_count: int
     speed: float
+    fastest: float = 1.0
     slot_s: float | None = None
 
 
@@ -245,35 +263,26 @@ def speed_of(worker: WorkerFacts, slot_tokens_per_s: float | None) -> float:
     return 1.0 if worker.open_fraction is None else worker.open_fraction
 
 
-def finish_without(backlog: Backlog, rule: CapacityRule) -> float:
-    """Compute when the slots that are there have ended everything, in slot times."""
-    if backlog.speed <= 0:
-        return math.inf
-    return max(1.0, backlog.open_count / backlog.speed) + rule.tail_factor - 1
-
-
-def finish_with(worker: WorkerFacts, speed: float, slot_s: float | None, rule: CapacityRule) -> float:
-    """Compute when a borrowed worker ends what it takes now, in slot times.
-
-    Where slot times are not known in seconds, waking and fetching count as nothing. A worker that is lent has paid for
-    them already.
-    """
-    if speed <= 0:
-        return math.inf
-    cost = 0.0
-    if not worker.is_lent:
-        setup_s = (worker.activation_ms + worker.fetch_ms) / 1000
-        cost = rule.refill_fraction / speed + (setup_s / slot_s if slot_s else 0.0)
-    return cost + max(rule.tail_factor / speed, rule.tail_factor - 1)
-
-
 def is_worth(worker: WorkerFacts, speed: float, backlog: Backlog, rule: CapacityRule) -> bool:
-    """Tell whether this worker ends what it would take no later than the slots that are there.
+    """Tell whether a run gets on faster with this worker, and by more than lending it costs.
 
-    A worker that is lent has some grace.
+    A worker that is lent has paid for that. Where slot times are not known in seconds, waking and fetching count as
+    nothing.
+
+    Args:
+        speed: of each of its slots, in dedicated slots.
     """
-    grace = rule.keep_factor if worker.is_lent else 1.0
-    return finish_with(worker, speed, backlog.slot_s, rule) <= finish_without(backlog, rule) * grace
+    if speed <= 0 or backlog.open_count <= backlog.slot_count:
+        return False
+    if backlog.speed <= 0:
+        return True
+    kept_from_faster = _offered(worker) * max(0.0, 1 - speed / backlog.fastest)
+    surplus = backlog.open_count - backlog.slot_count - kept_from_faster
+    if worker.is_lent:
+        return surplus > 0
+    setup_s = (worker.activation_ms + worker.fetch_ms) / 1000
+    setup = setup_s / backlog.slot_s if backlog.slot_s else 0.0
+    return speed * (surplus / backlog.speed - setup) > rule.refill_fraction
 
 
 # ---------------------------------------------------------------- division

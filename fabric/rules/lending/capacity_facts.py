@@ -18,7 +18,6 @@ class WorkerFacts:
     lend: slots its team offers; None: dedicated, all of them. lend_reason: why it offers no more.
     activation_ms: what waking it is expected to take; 0: it is awake. fetch_ms: what fetching the weights that it lacks
     is; 0: it lacks none.
-    running_count: turns that run there now.
     probe: what shows a serving engine to its guard; None: nothing is served beside it. shut_s: how long its guard has
     let nothing run. open_fraction: of the last seconds, in which it let rollouts run.
     doubt_s: how long there has been a reason to take it back. withdrawn_s: how long ago it was taken back for the sake
@@ -36,7 +35,6 @@ class WorkerFacts:
     is_lent: bool = False
     activation_ms: int = 0
     fetch_ms: int = 0
-    running_count: int = 0
     probe: str | None = None
     guard_state: str | None = None
     shut_s: float = 0.0
@@ -89,9 +87,7 @@ class CapacityRule:
     rest_s: float = 10.0  # after being taken back for serving's sake: a burst is over, or it is none
     requires_probe: bool = False  # whether serving workers without one are refused; else nothing is served there
     slice_s: float = 10.0  # shortest time for which a worker serves one of several runs that take turns
-    tail_factor: float = 2.0  # a trajectory that a borrowed worker takes may be so much longer than the mean
-    refill_fraction: float = 0.05  # of a trajectory's time, to compute its prefix again where it moves
-    keep_factor: float = 1.25  # a worker that is lent stays until it is this much too slow
+    refill_fraction: float = 0.05  # of a trajectory's time, to compute its prefix again where it goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
