@@ -20,6 +20,7 @@ from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, TurnJob,
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import TrajectoryClaim, TurnPush, TurnSettle
 from rollfab.fabric.queue.keys import CONSUMED_COUNT_MAX, EVENT_COUNT_MAX, ShardKeys
+from rollfab.fabric.rules.queue.length import TASK_COUNT, TASK_NAMES
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.publish.publisher import Publisher
 from tests.support.brokers.key_table import rows, unaccounted
@@ -132,6 +133,8 @@ def fill_bounded_memories(redis: Redis) -> None:
     consumed = ShardKeys(RUN.run_id, 0).consumed
     for start in range(0, CONSUMED_COUNT_MAX, 5000):
         redis.zadd(consumed, {f"before-{index}-000": index for index in range(start, start + 5000)})
+    names = (f"{index:04x}" for index in range(TASK_NAMES))
+    redis.hset(ShardKeys(RUN.run_id, 0).lengths, mapping=dict.fromkeys(names, f"{TASK_COUNT} {TASK_COUNT * 20}"))
     pipeline = redis.pipeline()
     for index in range(EVENT_COUNT_MAX + 200):
         facts = b'{"worker_id":"worker-%d"}' % index

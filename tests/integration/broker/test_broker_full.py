@@ -123,7 +123,7 @@ async def test_a_refused_push_writes_nothing_and_says_what_to_do(ports: RedisFab
 
 
 def test_only_what_takes_work_in_is_refused_at_the_limit() -> None:
-    refused = {"push_group", "put_manifest", "mend"}  # the last puts back what was lost
+    refused = {"push_group", "put_manifest", "mend", "keep_differences"}  # mend puts back what was lost
     found = {name for name in script_names() if "allow-oom" not in load_script(name).split("\n")[0]}
     assert found == refused
 
