@@ -66,7 +66,7 @@ drawn = hypothesis.settings(
 )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_every_route_answers_what_the_document_says(url: str, tmp_path: Path) -> None:
     # Given an api that serves trainers, whose run has work in every state
     async with (
