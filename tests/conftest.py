@@ -48,14 +48,14 @@ def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_client_is_left_open() -> Iterator[None]:
-    """See that a module closes its clients: one whose broker is gone tries again for ever, with `random` in its pauses.
-
-    Hypothesis, in a later module, takes that for a strategy with dice of its own.
-    """
+    """See that a module closes its clients: one whose broker is gone tries again for ever."""
+    before = _clients()
     yield
     until_s = time.monotonic() + 5.0
-    while (left := [each.name for each in threading.enumerate() if each.name == "rollfab-client"]) and (
-        time.monotonic() < until_s
-    ):
+    while (left := _clients() - before) and time.monotonic() < until_s:
         time.sleep(0.05)
     assert not left, f"{len(left)} clients of rollfab were not closed"
+
+
+def _clients() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == "rollfab-client"}

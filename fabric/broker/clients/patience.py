@@ -6,11 +6,12 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
+from random import SystemRandom
 from typing import Any, TypeVar
 
 from redis import exceptions
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import NoBackoff
 
 T = TypeVar("T")
 
@@ -19,7 +20,6 @@ log = logging.getLogger(__name__)
 SAY_AFTER_S = 5.0  # of trying in vain: then the log says what the caller waits for
 
 NEVER_PASSING = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.MaxConnectionsError)
-BACKOFF = ExponentialWithJitterBackoff(base=0.02, cap=0.5)
 
 
 class PatientRetry(Retry):
@@ -30,7 +30,7 @@ class PatientRetry(Retry):
     """
 
     def __init__(self, patience_s: float) -> None:
-        super().__init__(BACKOFF, retries=-1)
+        super().__init__(NoBackoff(), retries=-1)  # `pause_s` is the pause
         self._patience_s = patience_s
         self._said_at_s = float("-inf")
 
@@ -69,8 +69,11 @@ class PatientRetry(Retry):
 
 
 def pause_s(failure_count: int) -> float:
-    """Return how long to wait after this many failures: 20 ms, doubling up to half a second, with jitter."""
-    return float(BACKOFF.compute(failure_count))
+    """Return how long to wait after this many failures: 20 ms, doubling up to half a second; half of it is drawn.
+
+    The dice are the system's, as the library's own pauses draw from `random`, which a trainer seeds.
+    """
+    return min(0.5, 0.02 * 2.0 ** min(failure_count, 10)) * (0.5 + 0.5 * SystemRandom().random())
 
 
 def may_pass(error: BaseException) -> bool:

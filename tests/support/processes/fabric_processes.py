@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -140,11 +140,10 @@ class Processes:
         return "\n".join(f"== {name}\n{child.tail(15)}" for name, child in self.supervisor.children.items())
 
     def close(self) -> None:
-        """End everything."""
-        self.redis.close()
-        self.supervisor.stop()
-        self.fabric.close()
-        self.broker.stop()
+        """End everything, in this order, also when an ending fails."""
+        with ExitStack() as ends:
+            for end in (self.broker.stop, self.fabric.close, self.supervisor.stop, self.redis.close):
+                ends.callback(end)
 
 
 @contextmanager

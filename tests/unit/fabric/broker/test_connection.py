@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import random
 import socket
 import ssl
 from urllib.parse import quote
@@ -13,7 +14,7 @@ import redis.asyncio
 from redis import exceptions
 from redis._parsers.helpers import parse_info
 
-from rollfab.fabric.broker.clients.patience import PatientRetry
+from rollfab.fabric.broker.clients.patience import PatientRetry, pause_s
 from rollfab.fabric.broker.clients.url import read_url
 from rollfab.fabric.broker.connection import broker_name, mask_url, resolve_url, translate
 from rollfab.fabric.broker.server_facts import broker_facts, problems
@@ -283,6 +284,14 @@ async def test_patience_is_seconds_in_all_also_when_retries_nest() -> None:
     # Then the time was not multiplied by the nesting
     assert call_count > 2
     assert asyncio.get_running_loop().time() - started_s < 0.6
+
+
+def test_who_waits_leaves_the_random_state_of_a_trainer_as_it_was() -> None:
+    before = random.getstate()
+    pauses_s = [pause_s(failure_count) for failure_count in range(1, 100)]
+    assert random.getstate() == before
+    assert all(0.02 <= each_s <= 0.5 for each_s in pauses_s)
+    assert len(set(pauses_s)) > 50
 
 
 @pytest.mark.parametrize(
