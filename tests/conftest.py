@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.until import PATIENCE
+
 settings.register_profile("house", deadline=None, print_blob=True)  # deadlines measure the machine, not the code
 settings.register_profile("few", settings.get_profile("house"), max_examples=10)  # make test-fast: a look, no search
 settings.load_profile("house")
@@ -32,7 +34,10 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no NVIDIA device."""
+    """Give each test its patience, and skip GPU tests where there is no NVIDIA device."""
+    for item in items:
+        if limit := item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(PATIENCE * limit.args[0]), append=False)
     if Path("/dev/nvidiactl").exists():
         return
     for item in items:

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.until import PATIENCE
+
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 FLAGS = (
@@ -118,27 +120,27 @@ class Page:
 
     async def wait_text(self, selector: str, expected: str, timeout_s: float = 6.0) -> None:
         """Wait until an element shows a text that contains `expected`."""
-        for _ in range(int(timeout_s / STEP_S)):
+        for _ in range(int(PATIENCE * timeout_s / STEP_S)):
             if expected in ((shown := await self.text(selector)) or ""):
                 return
             await asyncio.sleep(STEP_S)
-        raise AssertionError(f"{selector} shows {shown!r} after {timeout_s} s, expected {expected!r}")
+        raise AssertionError(f"{selector} shows {shown!r} after {PATIENCE * timeout_s:g} s, expected {expected!r}")
 
     async def wait_gone(self, selector: str, timeout_s: float = 30.0) -> None:
         """Wait until an element is hidden, or not there."""
-        for _ in range(int(timeout_s / STEP_S)):
+        for _ in range(int(PATIENCE * timeout_s / STEP_S)):
             if await self.text(selector) is None:
                 return
             await asyncio.sleep(STEP_S)
-        raise AssertionError(f"{selector} is still there after {timeout_s} s")
+        raise AssertionError(f"{selector} is still there after {PATIENCE * timeout_s:g} s")
 
     async def wait_for(self, find: str, timeout_s: float = 6.0) -> None:
         """Wait until an element is there and visible."""
-        for _ in range(int(timeout_s / STEP_S)):
+        for _ in range(int(PATIENCE * timeout_s / STEP_S)):
             if await self.evaluate(f"(e => !!e && e.checkVisibility())({find})"):
                 return
             await asyncio.sleep(STEP_S)
-        raise AssertionError(f"{find} is not there after {timeout_s} s")
+        raise AssertionError(f"{find} is not there after {PATIENCE * timeout_s:g} s")
 
     async def click(self, selector: str) -> None:
         """Click the middle of an element with a real mouse event, once it is there."""

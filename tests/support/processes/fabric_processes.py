@@ -24,6 +24,7 @@ from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.trainer.client import Run
 from tests.bench.lively import lively_weights
 from tests.support.brokers.key_table import unaccounted
+from tests.support.until import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -86,9 +87,9 @@ class Processes:
 
     def until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
         """Poll, restarting children that died; returns what the condition said."""
-        limit_s = time.monotonic() + timeout_s
+        limit_s = time.monotonic() + PATIENCE * timeout_s
         while not (met := condition()):
-            assert time.monotonic() < limit_s, f"after {timeout_s:g} s still not: {what}\n{self.logs()}"
+            assert time.monotonic() < limit_s, f"after {PATIENCE * timeout_s:g} s still not: {what}\n{self.logs()}"
             self.supervisor.watch()
             time.sleep(0.005)
         return met
