@@ -20,7 +20,7 @@ SMALL = Scenario(
     name="small",
     cluster=ClusterPart(dedicated=1, serving=1, slots=4),
     serving=ServingPart(loads=(0.25,)),
-    work=WorkPart(kind="frozenlake", groups=4, group_size=4, steps=2),
+    work=WorkPart(kind="frozenlake", groups=4, group_size=4, steps=1),
     trainer=TrainerPart(train_s=10.0),
 )
 

@@ -27,7 +27,7 @@ from rollfab.workers.serving.device import memory
 from rollfab.workers.serving.guarding import guard
 from tests.support.simulated import SMALL, outcome, run
 
-CROWDED = replace(SMALL, work=WorkPart(kind="frozenlake", groups=6, group_size=8, steps=1))
+CROWDED = replace(SMALL, work=WorkPart(kind="frozenlake", groups=3, group_size=8, steps=1))
 BUSY = 0.9  # of serving's capacity: the guard is often shut
 SLO = Slo(ttft_ms=500.0, tpot_ms=150.0)
 
@@ -60,15 +60,13 @@ PLANTS = {  # a rule of production → another in its place, and an arm in which
 }
 
 
-@cache
-def unplanted(arm: str) -> dict[str, Any]:
-    return outcome(run(arm, CROWDED, load=BUSY))
+once = cache(run)  # as many tests compare with the same run, of production's rules
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_ours_changes_with_a_rule_of_production(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, rule, planted, arm = PLANTS[name]
-    before = unplanted(arm)
+    before = outcome(once(arm, CROWDED, load=BUSY))
     assert before["harvested"] > 0
 
     monkeypatch.setattr(module, rule, planted)
@@ -82,7 +80,7 @@ def test_ours_changes_with_a_rule_of_production(name: str, monkeypatch: pytest.M
 def test_a_rollout_that_production_calls_stale_reaches_no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollfab.deploy.simulation import cluster
 
-    assert run("async").steps  # one version behind is what the run permits
+    assert once("async").steps  # one version behind is what the run permits
     monkeypatch.setattr(cluster, "is_stale", lambda version, head, staleness: head - version > 0)
     with pytest.raises(Broken, match="stale"):
         run("async")
@@ -104,20 +102,20 @@ def test_turns_wait_in_the_classes_of_the_brokers_script(was_held: bool, priorit
 
 def test_arms_on_dedicated_gpus_alone_borrow_nothing_and_serving_is_as_without_them() -> None:
     for arm in ("fixed", "async"):
-        found = run(arm)
+        found = once(arm)
         assert (found.harvested, found.harvest) == (0, 0.0)
         assert found.served is not None and found.served.attained == 1.0
 
 
 def test_one_step_ahead_rollouts_run_while_a_step_is_trained() -> None:
-    fixed, ahead = run("fixed"), run("async")
+    fixed, ahead = once("fixed"), once("async")
     assert fixed.step_s == pytest.approx(fixed.rollout_s + SMALL.trainer.train_s + SMALL.trainer.transfer_s)
     assert ahead.step_s < ahead.rollout_s + SMALL.trainer.train_s
 
 
 def test_static_hands_instances_over_and_leaves_the_others_more_load() -> None:
     wide = replace(SMALL, cluster=replace(SMALL.cluster, serving=4))
-    fixed, static = run("fixed", wide), run("static", wide)
+    fixed, static = once("fixed", wide), once("static", wide)
     assert wide.static_count(0.25) == 2
     assert static.rollout_s < fixed.rollout_s
     assert static.spare < fixed.spare
@@ -125,7 +123,7 @@ def test_static_hands_instances_over_and_leaves_the_others_more_load() -> None:
 
 
 def test_who_shares_all_without_a_guard_slows_serving_most() -> None:
-    all_of_them, ours, alone = run("share-all", CROWDED), run("ours", CROWDED), run("fixed", CROWDED)
+    all_of_them, ours, alone = once("share-all", CROWDED), once("ours", CROWDED), once("fixed", CROWDED)
     assert all_of_them.served and ours.served and alone.served
     assert all_of_them.harvest > ours.harvest > 0
     assert all_of_them.served.tpot_ms_p50 > ours.served.tpot_ms_p50 > alone.served.tpot_ms_p50
@@ -160,20 +158,20 @@ def test_roses_slack_is_the_objective_less_age_and_step_with_no_reserve(age_s: f
 
 
 def test_rose_cuts_memory_once_and_runs_what_it_aborts_again() -> None:
-    found = run("rose", TIGHT, load=0.3)
+    found = once("rose", TIGHT, load=0.3)
     assert found.moved > 0
     assert found.wasted > 0
-    ours = run("ours", TIGHT, load=0.3)
+    ours = once("ours", TIGHT, load=0.3)
     assert ours.wasted == 0  # its turns take their tokens along
 
 
 def test_without_migration_no_turn_leaves_in_the_middle() -> None:
-    assert run("no-move", CROWDED).moved == 0
-    assert run("ours", CROWDED).moved > 0
+    assert once("no-move", CROWDED).moved == 0
+    assert once("ours", CROWDED).moved > 0
 
 
 def test_affinity_reads_less_again() -> None:
-    assert run("ours", CROWDED).refilled < run("no-affinity", CROWDED).refilled
+    assert once("ours", CROWDED).refilled < once("no-affinity", CROWDED).refilled
 
 
 def test_trajectories_under_way_are_as_many_as_slots_and_fewer_where_an_arm_says_so() -> None:
@@ -183,7 +181,7 @@ def test_trajectories_under_way_are_as_many_as_slots_and_fewer_where_an_arm_says
 
 
 def test_every_arm_runs_and_all_finish_the_same_work() -> None:
-    sync = {name: run(name) for name, arm in ARMS.items() if not arm.is_ahead}
+    sync = {name: once(name) for name, arm in ARMS.items() if not arm.is_ahead}
     assert len({(found.tokens, found.turns) for found in sync.values()}) == 1
 
 
@@ -191,8 +189,8 @@ def test_every_arm_runs_and_all_finish_the_same_work() -> None:
 
 
 def test_a_seed_decides_everything() -> None:
-    assert outcome(run("ours")) == outcome(run("ours"))
-    assert outcome(run("ours")) != outcome(run("ours", seed=1))
+    assert outcome(run("ours")) == outcome(once("ours"))
+    assert outcome(once("ours")) != outcome(run("ours", seed=1))
 
 
 def test_a_token_made_from_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +220,7 @@ def test_steps_that_take_no_time_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_more_than_the_oracle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run("ours", CROWDED)
+    found = once("ours", CROWDED)
     assert 0 < found.harvest < found.spare
     with pytest.raises(Broken, match="is all there is"):
         runs.check_bounds(replace(found, spare=found.harvest / 2), ARMS["ours"])
