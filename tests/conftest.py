@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ from tests.support.until import PATIENCE
 settings.register_profile("house", deadline=None, print_blob=True)  # deadlines measure the machine, not the code
 settings.register_profile("few", settings.get_profile("house"), max_examples=10)  # make test-fast: a look, no search
 settings.load_profile("house")
+
+
+def pytest_configure() -> None:
+    """Hear interrupts also where a script runs the tests in the background: children would inherit that none is."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
