@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ RATIO_MAX = (
 DIFFERENCE_BOUND = 20.0  # nats; exp of more says nothing more
 WORKER_COUNT_MAX = 64  # rows kept of a batch, the worst first: 64 rows are 30 kB
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 DIFFERENCES_BYTES_MAX = 256 << 10  # kept of a batch for people, four a token: of 64 trajectories of a thousand tokens
 
 # One float32 model computed in two ways (transformers' engine, vLLM, torch) differs by 3e-8 to 4e-7 on average and 2e-6
@@ -84,8 +86,13 @@ def compare(groups: Sequence[Group], logprobs: Sequence[Any], *, version: int, r
         rule: how much a worker may differ.
 
     Raises:
-        InputError: not one array per rollout, or one of another length; names the rollout.
+        InputError: not one array of numbers per rollout, or one of another length (names the rollout); or `version`
+            is no version, or `rule` no rule.
     """
+    if not isinstance(version, Integral) or isinstance(version, bool) or version < 0:
+        raise InputError(f"version is {version!r}, expected the policy version that computed the log-probabilities")
+    if not isinstance(rule, AlarmRule):
+        raise InputError(f"rule is {rule!r}, expected an AlarmRule, as rollfab.trainer.agreement.FLOAT32")
     tokens = _tokens([rollout for group in groups for rollout in group.rollouts], logprobs, version)
     is_trainer_wrong_N = ~np.isfinite(tokens.trainer_N)
     is_worker_wrong_N = ~np.isfinite(tokens.worker_N)
@@ -117,7 +124,7 @@ def token_differences(groups: Sequence[Group], logprobs: Sequence[Any], version:
     """Pick the rollouts that differ most on average, up to DIFFERENCES_BYTES_MAX; arguments as those of `compare`."""
     found: list[tuple[float, TokenDifferences]] = []
     for rollout, given in zip([rollout for group in groups for rollout in group.rollouts], logprobs, strict=True):
-        own_T, made_T = _array(given), rollout.logprobs.astype(np.float64)
+        own_T, made_T = _array(given, rollout), rollout.logprobs.astype(np.float64)
         is_sound_T = (rollout.completion_mask != 0) & np.isfinite(own_T) & np.isfinite(made_T)
         difference_T = np.subtract(own_T, made_T, where=is_sound_T, out=np.full(len(made_T), np.nan))
         if is_sound_T.any():
@@ -125,7 +132,7 @@ def token_differences(groups: Sequence[Group], logprobs: Sequence[Any], version:
                 trajectory_id=rollout.trajectory_id,
                 policy_version=version,
                 mark=mark_of(rollout.completion_ids),
-                differences=difference_T.astype(np.float32),
+                differences=np.clip(difference_T, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32),
             )
             found.append((float(np.abs(difference_T[is_sound_T]).mean()), record))
     found.sort(key=lambda pair: -pair[0])
@@ -248,7 +255,7 @@ def _tokens(rollouts: list[Rollout], logprobs: Sequence[Any], version: int) -> _
     trainer, worker = [np.zeros(0)], [np.zeros(0)]
     is_fresh, maker = [np.zeros(0, dtype=bool)], [np.zeros(0, dtype=np.int64)]
     for rollout, given in zip(rollouts, logprobs, strict=True):
-        own_T = _array(given)
+        own_T = _array(given, rollout)
         if own_T.shape != rollout.logprobs.shape:
             raise InputError(
                 f"log-probabilities of rollout {rollout.trajectory_id} have shape {own_T.shape}, expected "
@@ -289,11 +296,15 @@ def _makers(rollout: Rollout, version: int, makers: dict[str, int]) -> tuple[NDA
     return fresh_T, maker_T
 
 
-def _array(given: Any) -> NDArray[np.float64]:
+def _array(given: Any, rollout: Rollout) -> NDArray[np.float64]:
     """Make a numpy array of data that may be a torch tensor, without importing torch (a tensor has loaded it)."""
     if hasattr(given, "detach"):
         given = given.detach().double().cpu().numpy()
-    return np.asarray(given, dtype=np.float64)
+    try:
+        return np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        name = rollout.trajectory_id
+        raise InputError(f"log-probabilities of rollout {name} are no numbers: {error}", trajectory_id=name) from error
 
 
 # ---------------------------------------------------------------- agreement report

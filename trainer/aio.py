@@ -555,7 +555,7 @@ class AsyncRun:
             rule: the limits of the difference; default: by the dtypes of the published weights.
 
         Raises:
-            InputError: not one array per rollout, or one of another length.
+            InputError: not one array of numbers per rollout, or one of another length; or no version, or no rule.
         """
         self._home.check()
         return await self._reporter.report(groups, logprobs, version, rule)

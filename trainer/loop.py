@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..fabric.contract.errors import ConfigError, JobDead, QueueError
+from ..fabric.contract.errors import ConfigError, InputError, JobDead, QueueError
 from ..fabric.contract.records import Group
 from ..fabric.contract.text import did_you_mean
 from ..fabric.contract.wire import dump_json
@@ -85,7 +85,12 @@ class TrainingLoop:
         Args:
             reward_enough: once the last LAST_COUNT steps have this mean reward, no step is needed any more, and the
                 groups that are under way for later ones are cancelled.
+
+        Raises:
+            InputError: reward_enough is no number.
         """
+        if not isinstance(reward_enough, int | float) or math.isnan(reward_enough):
+            raise InputError(f"reward_enough is {reward_enough!r}, expected a mean reward, as 0.9")
         self._restore()
         while self.progress.step < self._settings.step_count:
             if len(self.progress.rewards) >= LAST_COUNT and last_reward(self.progress) >= reward_enough:

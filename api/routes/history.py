@@ -12,6 +12,7 @@ from ...fabric.contract.fields import WHOLE_MAX
 from ...fabric.contract.lease_plan import Sample
 from ...fabric.inspect.history import HistoryPoint, LendingVerdict, between, lending_verdicts, steps
 from ...fabric.inspect.lanes import WorkerLane, lane_names, lanes
+from ..access.problems import Refused
 from ..schemas.base import Model
 from .context import Context
 
@@ -52,11 +53,15 @@ def router(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["read"])
     point = TypeAdapter(HistoryPoint)
 
-    async def samples(since_ms: int | None, until_ms: int | None, span_ms: int) -> tuple[list[Sample], int]:
-        """Read the samples of a time; also returns its beginning."""
+    async def samples(
+        since_ms: int | None, until_ms: int | None, span_ms: int, before_ms: int = 0
+    ) -> tuple[list[Sample], int]:
+        """Read the samples of a time, and of `before_ms` before it; also returns its beginning."""
         end_ms = until_ms if until_ms is not None else await context.ports.board.wall_ms()
         start_ms = since_ms if since_ms is not None else end_ms - span_ms
-        return await context.ports.board.samples(start_ms, end_ms), start_ms
+        if start_ms > end_ms:
+            raise Refused(422, "InputError", f"since_ms is {start_ms}, after until_ms, {end_ms}: exchange them")
+        return await context.ports.board.samples(start_ms - before_ms, end_ms), start_ms
 
     @routes.get("/history", response_model=History)
     async def history(
@@ -85,11 +90,13 @@ def router(context: Context) -> APIRouter:
         cursor: Annotated[str, Query(max_length=1000, description="of the page before; empty: the first")] = "",
     ) -> LeaseHistory:
         """Tell which run held each worker's lease, when, with how many slots, and what its guard said."""
-        read, start_ms = await samples(since_ms, until_ms, HOUR_MS)
-        known = [] if worker else [name for name in lane_names(read) if name > cursor]
+        read, start_ms = await samples(since_ms, until_ms, HOUR_MS, before_ms=HOUR_MS)
+        if not read or read[-1].time_ms < start_ms:  # nobody looked in that time
+            read = []
+        known = [] if worker else [name for name in lane_names(read, start_ms) if name > cursor]
         return LeaseHistory(
             lanes=await asyncio.to_thread(lanes, read, worker or known[:count], start_ms),
-            since_ms=read[0].time_ms if read else None,
+            since_ms=max(read[0].time_ms, start_ms) if read else None,
             until_ms=read[-1].time_ms if read else None,
             cursor=known[count - 1] if len(known) > count else None,
         )

@@ -39,15 +39,17 @@ class WorkerLane:
     """In order. Where very many are short, those beside one another are one, which says what the largest lease was."""
 
 
-def lane_names(samples: Sequence[Sample]) -> list[str]:
-    """Return the workers that the samples tell of, by name."""
-    return sorted({row.worker_id for sample in samples for row in sample.leases})
+def lane_names(samples: Sequence[Sample], since_ms: int = 0) -> list[str]:
+    """Return the workers that the samples tell of, by name, but for those that left before `since_ms`."""
+    last = {row.worker_id: row for sample in samples for row in sorted(sample.leases, key=lambda row: row.since_ms)}
+    return sorted(name for name, row in last.items() if row.guard_state != "gone" or row.since_ms >= since_ms)
 
 
 def lanes(samples: Sequence[Sample], names: Collection[str], since_ms: int) -> list[WorkerLane]:
     """Say what the named workers held from `since_ms` to the last sample.
 
-    samples: the oldest first. names: in the order that is wanted; one that no sample tells of has no stretch.
+    samples: the oldest first, from an hour before `since_ms` on, as what lasts is said once an hour. names: in the
+    order that is wanted; one that no sample tells of has no stretch.
     """
     rows: dict[str, dict[int, LeaseSample]] = {name: {} for name in names}
     for sample in samples:

@@ -39,8 +39,7 @@ class LeaseLog:
             if info.role in ROLLOUT_ROLES:
                 lease = leases.get(name)
                 run_id, slot_count = (lease.run_id, lease.slot_count) if lease is not None else ("", 0)
-                guard_state = info.guard_state or ("silent" if info.role == "serving" else "")
-                self._take(LeaseSample(name, now_ms, run_id, slot_count, guard_state))
+                self._take(LeaseSample(name, now_ms, run_id, slot_count, info.guard_state or ""))
         for name in self._now.keys() - survey.workers.keys():
             self._take(LeaseSample(name, now_ms, "", 0, GONE))
             del self._now[name]

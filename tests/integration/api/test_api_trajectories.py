@@ -181,6 +181,13 @@ async def test_leases_are_told_by_worker_from_what_a_controller_saw(api: ApiWorl
     assert named["lanes"][1]["stretches"] == []
     await api.json("/v1/leases/history", 422, params={"worker": ["w"] * 201})
     await api.json("/v1/leases/history", 422, params={"since_ms": -1})
+    # What lasts is told of any time, however short; and a time that ends before it begins is refused
+    short = await api.json("/v1/leases/history", params={"since_ms": found["until_ms"] - 1, "worker": ["w1"]})
+    assert [each["slot_count"] for each in short["lanes"][0]["stretches"]] == [4]
+    assert short["since_ms"] == found["until_ms"] - 1
+    for route in ("/v1/leases/history", "/v1/history"):
+        refused = await api.json(route, 422, params={"since_ms": 2000, "until_ms": 1000})
+        assert "since_ms is 2000, after until_ms" in refused["message"]
 
 
 async def test_a_long_history_is_told_whole_and_others_get_their_turn_between_any_two_of_its_samples(

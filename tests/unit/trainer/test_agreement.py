@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,6 +158,28 @@ def test_logprobs_that_do_not_fit_are_refused_by_name() -> None:
         compare(rows, [np.zeros(3)], version=3)
     with pytest.raises(InputError, match="2 arrays of log-probabilities for 1 rollouts"):
         compare(rows, [np.zeros(2), np.zeros(2)], version=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ({"version": "3"}, "version is '3'"),
+        ({"version": -1}, "version is -1"),
+        ({"version": True}, "version is True"),
+        ({"rule": "float32"}, "rule is 'float32', expected an AlarmRule"),
+        ({"logprobs": [["x", "y"]]}, "log-probabilities of rollout .* are no numbers"),
+        ({"logprobs": [None]}, "log-probabilities of rollout .* have shape"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(words: dict[str, Any], told: str) -> None:
+    given = {"logprobs": [[-1.0, -2.0]], "version": 3, "rule": ANY, **words}
+    with pytest.raises(InputError, match=told):
+        compare([group(said_by("w", -1.0, -2.0))], given.pop("logprobs"), **given)
+
+
+def test_a_difference_beyond_float32_is_kept_as_the_largest_there_is() -> None:
+    (kept,) = token_differences([group(said_by("w", -1.0, -2.0))], [[-1e300, -2.0]], 3)
+    assert kept.differences.tolist() == [-float(np.finfo(np.float32).max), 0.0]
 
 
 def test_the_rule_follows_the_weights() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollfab.fabric.contract.errors import JobDead
+from rollfab.fabric.contract.errors import InputError, JobDead
 from rollfab.fabric.contract.records import DeadLetter, RunConfig, Span
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.trainer import loop as module
@@ -211,3 +211,10 @@ def test_a_training_that_has_learnt_enough_ends_and_leaves_nothing_under_way(pla
 
 def test_a_training_that_has_not_learnt_enough_goes_on(played: Played, tmp_path: Path) -> None:
     assert played.train(tmp_path, 5, enough=0.51).step == 5
+
+
+@pytest.mark.parametrize("enough", ["1", None, math.nan])
+def test_a_reward_that_is_none_is_refused_before_the_first_step(played: Played, tmp_path: Path, enough: Any) -> None:
+    with pytest.raises(InputError, match=r"reward_enough is .*, expected a mean reward"):
+        played.train(tmp_path, 2, enough=enough)
+    assert played.names == []

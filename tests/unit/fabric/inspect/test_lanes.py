@@ -42,6 +42,22 @@ def test_a_worker_holds_what_a_row_says_until_the_next_one_and_the_last_to_the_l
     assert lane_names(samples) == ["w1", "w2"]
 
 
+def test_names_are_in_order_and_not_of_those_that_left_before() -> None:
+    names = [f"w{index}" for index in range(9)]
+    samples = [
+        sample(1, *(row(name, 1, "r1", 8) for name in reversed(names))),
+        sample(2, row("w3", 1.5, "", 0, "gone")),
+    ]
+    assert lane_names(samples) == names
+    assert lane_names(samples, 2 * MINUTE_MS) == [name for name in names if name != "w3"]
+
+
+def test_a_row_that_is_said_again_begins_no_stretch() -> None:
+    samples = [sample(10, row("w1", 9, "r1", 8)), sample(12, row("w1", 11, "r1", 8)), sample(13)]
+    (lane,) = lanes(samples, ["w1"], 0)
+    assert told(lane.stretches) == [(10, 13, "r1", 8, None)]
+
+
 def test_what_began_before_the_window_is_told_from_its_beginning_and_a_stranger_has_no_stretch() -> None:
     (known, stranger) = lanes([sample(60, row("w1", 3, "r1", 8)), sample(61)], ["w1", "nobody"], 59 * MINUTE_MS)
     assert told(known.stretches) == [(59, 61, "r1", 8, None)]
