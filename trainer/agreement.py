@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -89,10 +88,7 @@ def compare(groups: Sequence[Group], logprobs: Sequence[Any], *, version: int, r
         InputError: not one array of numbers per rollout, or one of another length (names the rollout); or `version`
             is no version, or `rule` no rule.
     """
-    if not isinstance(version, Integral) or isinstance(version, bool) or version < 0:
-        raise InputError(f"version is {version!r}, expected the policy version that computed the log-probabilities")
-    if not isinstance(rule, AlarmRule):
-        raise InputError(f"rule is {rule!r}, expected an AlarmRule, as rollfab.trainer.agreement.FLOAT32")
+    _check(version, rule)
     tokens = _tokens([rollout for group in groups for rollout in group.rollouts], logprobs, version)
     is_trainer_wrong_N = ~np.isfinite(tokens.trainer_N)
     is_worker_wrong_N = ~np.isfinite(tokens.worker_N)
@@ -118,6 +114,13 @@ def compare(groups: Sequence[Group], logprobs: Sequence[Any], *, version: int, r
         workers=worst_first(rows, alarms),
         alarms=(*_trainer_alarm(trainer_wrong_count, len(difference_N), version), *alarms)[:WORKER_COUNT_MAX],
     )
+
+
+def _check(version: Any, rule: Any) -> None:
+    if type(version) is not int or version < 0:
+        raise InputError(f"version is {version!r}, expected the policy version that computed the log-probabilities")
+    if not isinstance(rule, AlarmRule):
+        raise InputError(f"rule is {rule!r}, expected an AlarmRule, as rollfab.trainer.agreement.FLOAT32")
 
 
 def token_differences(groups: Sequence[Group], logprobs: Sequence[Any], version: int) -> list[TokenDifferences]:
