@@ -47,23 +47,20 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(
-    ports: Ports, config: ApiConfig, *, clock: Clock | None = None, training: APIRouter | None = None
-) -> FastAPI:
+def make_app(ports: Ports, config: ApiConfig, *, training: APIRouter | None = None) -> FastAPI:
     """Make the application.
 
     Args:
         ports: an open connection, which stays the caller's to close. Open it with a short patience (1 s): what the
             broker cannot answer within `broker_timeout_s` is reported, not waited for.
         config: checked here.
-        clock: for tests.
         training: the routes for trainers (api/training), where it serves any.
 
     Raises:
         ConfigError: the settings are impossible, or not safe without keys.
     """
     check_config(config)
-    context = make_context(ports, config, clock or SystemClock())
+    context = make_context(ports, config, SystemClock())
     app = Api(
         title="rollfab",
         version=__version__,

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...fabric.chat.image_parts import url_bytes
-from ...fabric.contract.clock import Clock, SystemClock
+from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.sampling import shown
 from ...fabric.ports.sessions import Call, SessionFacts, Sessions
@@ -39,14 +39,14 @@ IMAGE_BYTES_PER_TEXT_BYTE = 32  # that take as long: base64 and a digest beside 
 WAIT_S_DEFAULT, WAIT_S_MAX = 10.0, 300.0
 
 
-def make_gateway(sessions: Sessions, config: GatewayConfig, *, clock: Clock | None = None) -> FastAPI:
+def make_gateway(sessions: Sessions, config: GatewayConfig) -> FastAPI:
     """Make the application; `api.server.run` serves it.
 
     Raises:
         ConfigError: the settings are impossible, or not safe.
     """
     check_gateway(config)
-    door = Door(sessions, config, clock or SystemClock())
+    door = Door(sessions, config, SystemClock())
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     model_routes = _model_routes(door)
     app.include_router(model_routes, prefix="/v1")

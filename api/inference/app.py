@@ -39,14 +39,14 @@ OPEN = ("/health", "/health_generate", "/ping")  # without a key: what starts a 
 TEXT_TOKEN_COUNT = 4096  # above it text is made beside the loop
 
 
-def make_inference(inference: Inference, config: GatewayConfig, *, clock: Clock | None = None) -> FastAPI:
+def make_inference(inference: Inference, config: GatewayConfig) -> FastAPI:
     """Make the application; `api.server.run` serves it.
 
     Raises:
         ConfigError: the settings are impossible, or not safe.
     """
     check_gateway(config)
-    clock = clock or SystemClock()
+    clock = SystemClock()
     door = Door(NO_SESSIONS, config, clock)
     samplers = Samplers(inference, door)
 

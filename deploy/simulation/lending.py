@@ -31,6 +31,7 @@ from .machine.turns import Turn
 
 POOL, KEPT = "serving", "kept"  # serving workers whose team lends them, and others
 ONE = StepWork(decode_count=1)
+TICK_S = 0.5  # between two plans; production makes one every 0.25 s
 FOLLOW_S = 0.25  # between two looks of a lent worker at its guard and memory; production looks every 0.1 s
 ROSE_MARK, ROSE_CUT = 0.8, 0.5  # of serving's KV cache, above which what rollouts hold is cut to this, once a step
 
@@ -194,8 +195,8 @@ class Planned(Nobody):
     drains: a lease that ends waits for its turns, and none ever leaves in the middle: the ablation without migration.
     """
 
-    def __init__(self, tick_s: float = 0.5, *, drains: bool = False) -> None:
-        self._tick_s, self._drains = tick_s, drains
+    def __init__(self, *, drains: bool = False) -> None:
+        self._drains = drains
         self._rule = CapacityRule(requires_probe=True)
         self._census = Census()
         self._grants: list[Grant] = []
@@ -227,7 +228,7 @@ class Planned(Nobody):
         infos = [info for info, _ in survey.workers.values()]
         facts = self._census.workers(infos, survey, self._lends, now_s=now_s, wall_ms=survey.wall_ms)
         runs = [self._census.run(status, now_s) for status in survey.runs.values()]
-        self._owed = capacity.settle(self._owed, self._grants, runs, self._tick_s, self._rule)
+        self._owed = capacity.settle(self._owed, self._grants, runs, TICK_S, self._rule)
         self._grants = capacity.plan(facts, runs, self._rule)
         self._census.learn(facts, self._grants, now_s)
         for grant in self._grants:
@@ -240,7 +241,7 @@ class Planned(Nobody):
                 self._draining.add(engine.name)
             elif not grant.slot_count and is_lent:
                 cluster.revoke(engine)
-        cluster.events.after(self._tick_s, self._tick, cluster)
+        cluster.events.after(TICK_S, self._tick, cluster)
 
     def _survey(self, cluster: Cluster, now_s: float) -> Survey:
         """Show the cluster as a reading of the broker would."""
@@ -292,7 +293,7 @@ class Planned(Nobody):
             run_id=RUN if engine.version >= 0 else None,
             active_version=engine.version,
             token_count=engine.token_count,
-            tokens_per_s=made / self._tick_s,
+            tokens_per_s=made / TICK_S,
             state="ready" if engine.is_leased else "asleep",
             head_version=cluster.head_version,
             wake_ms=int(1000 * setup.activation_s),

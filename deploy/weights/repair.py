@@ -39,7 +39,6 @@ async def repair(
     say: Say,
     progress: Progress = lambda done, total: None,
     timeout_s: float = 60.0,
-    clock: Clock | None = None,
 ) -> bool:
     """Have all damage to a run's weights healed; returns whether the head and all that is held can be read then.
 
@@ -52,7 +51,7 @@ async def repair(
         VersionUnknown: nothing is published. BrokerError: the broker could not be asked.
         VersionConflict: a publisher opened the run meanwhile; it heals by itself.
     """
-    clock = clock or SystemClock()
+    clock = SystemClock()
     found = await verify(store, run_id, progress=progress)
     if not found.faults:
         say("all right: nothing to repair")

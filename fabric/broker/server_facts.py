@@ -16,8 +16,6 @@ class BrokerFacts:
 
     server_kind: Literal["redis", "valkey"]
     version: tuple[int, int, int]
-    maxmemory_bytes: int
-    """0: no limit."""
     maxmemory_policy: str
     """Empty if the broker does not say."""
     is_aof_on: bool
@@ -42,7 +40,6 @@ def broker_facts(info: Mapping[str, Any]) -> BrokerFacts:
     return BrokerFacts(
         server_kind=kind,
         version=_version(str(info.get(f"{kind}_version", ""))),
-        maxmemory_bytes=int(info.get("maxmemory", 0)),
         maxmemory_policy=str(info.get("maxmemory_policy", "")),
         is_aof_on=bool(info.get("aof_enabled")),
         is_loading=bool(info.get("loading")),

@@ -82,14 +82,15 @@ def check_chunk_name(name: ChunkName) -> None:
         raise WireError(f"{name.digest!r} of {name.size} bytes is not the digest of a chunk: 64 hex digits are")
 
 
-def open_cache(broker_id: str, *, root: Path | None = None, budget_bytes: int = BUDGET_BYTES) -> ChunkCache | None:
+def open_cache(broker_id: str, *, root: Path | None = None) -> ChunkCache | None:
     """Open the node's cache of one broker's chunks; None, with one warning, if there is no room for it.
+
+    BUDGET_BYTES are kept, but at most half of the free space there. They count as memory of the container whose process
+    wrote them.
 
     Args:
         broker_id: a name that all processes of this broker and node agree on.
         root: directory above it; by default one of this user in shared memory.
-        budget_bytes: at most this much is kept, and at most half of the free space there. It counts as memory of the
-            container whose process wrote it.
 
     Raises:
         ConfigError: `broker_id` cannot be part of a path.
@@ -102,7 +103,7 @@ def open_cache(broker_id: str, *, root: Path | None = None, budget_bytes: int = 
         if free_bytes < FREE_BYTES_MIN:
             raise ConfigError(f"{free_bytes >> 20} MiB are free, {FREE_BYTES_MIN >> 20} are needed")
         _clear_dead(directory, keep=broker_id)
-        return ChunkCache(directory / broker_id, min(budget_bytes, free_bytes // FREE_SHARE))
+        return ChunkCache(directory / broker_id, min(BUDGET_BYTES, free_bytes // FREE_SHARE))
     except (OSError, ConfigError) as error:
         log.warning(
             "relay.no_cache: every process fetches for itself; give the container more shared memory (--shm-size)",

@@ -182,11 +182,11 @@ def row_of(group: SeenGroup, trajectory_id: str) -> TrajectoryRow:
     return TrajectoryRow(**_facts(group, trajectory_id))
 
 
-def progress_row(progress: Progress, task_id: str = "") -> TrajectoryRow:
+def progress_row(progress: Progress) -> TrajectoryRow:
     """Show a trajectory that agents are at, of whose group nothing was read."""
     group_id = progress.trajectory_id.partition(".")[0]
     return TrajectoryRow(
-        trajectory_id=progress.trajectory_id, group_id=group_id, task_id=task_id, **_progress_facts(progress)
+        trajectory_id=progress.trajectory_id, group_id=group_id, task_id="", **_progress_facts(progress)
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from importlib import import_module
+from inspect import iscoroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +17,37 @@ app = typer.Typer(no_args_is_help=True)
 Quick = Annotated[bool, typer.Option("--quick", help="A rougher figure in under a minute.")]
 Name = Annotated[str | None, typer.Option("--name")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+# Those that take no options but --quick and --json: NAME/main.py has FULL, QUICK, measure and print_table.
+PLAIN = {
+    "affinity": "Turns that go where their context is cached, over turns that go to whoever asks first.",
+    "tails": "Groups that take long first, over first come, first served: the time of a step with stragglers.",
+    "engine": "vLLM through the whole fabric, over vLLM's own offline generate; and how soon it stops when told to.",
+    "gateway": "Chat completions through the gateway, over the same vLLM server asked directly: ms and tokens.",
+    "resume": "Turns taken from one worker in the middle: how soon they go on at another, and whether exactly.",
+    "page": "The page and its api before a large fabric: how fast they answer, and what they cost the broker.",
+    "evaluation": "What an evaluation costs the training's groups beside it, over the same in a fabric of its own.",
+    "sim": "A simulated cluster of up to 112 GPUs: production's rules beside others, and how fast that is.",
+}
+
+
+def _plain(name: str, text: str) -> None:
+    @app.command(name, help=text)
+    def command(quick: Quick = False, json: AsJson = False) -> None:
+        from .measure import run_bench
+
+        bench = import_module(f".{name}.main", __package__)
+
+        def measured() -> Any:
+            report = bench.measure(bench.QUICK if quick else bench.FULL)
+            return asyncio.run(report) if iscoroutine(report) else report
+
+        faults = getattr(bench, "faults", lambda report: ())
+        raise typer.Exit(run_bench(measured, bench.print_table, json_output=json, faults=faults))
+
+
+for _name, _text in PLAIN.items():
+    _plain(_name, _text)
 
 
 @app.command("queue")
@@ -36,38 +70,6 @@ def overhead(
     from .overhead.main import bench_overhead
 
     raise typer.Exit(bench_overhead(quick=quick, json_output=json, traces=traces))
-
-
-@app.command("affinity")
-def affinity(quick: Quick = False, json: AsJson = False) -> None:
-    """Turns that go where their context is cached, over turns that go to whoever asks first."""
-    from .affinity.main import bench_affinity
-
-    raise typer.Exit(bench_affinity(quick=quick, json_output=json))
-
-
-@app.command("tails")
-def tails(quick: Quick = False, json: AsJson = False) -> None:
-    """Groups that take long first, over first come, first served: the time of a step with stragglers."""
-    from .tails.main import bench_tails
-
-    raise typer.Exit(bench_tails(quick=quick, json_output=json))
-
-
-@app.command("engine")
-def engine(quick: Quick = False, json: AsJson = False) -> None:
-    """vLLM through the whole fabric, over vLLM's own offline generate; and how soon it stands still when told to."""
-    from .engine.main import bench_engine
-
-    raise typer.Exit(bench_engine(quick=quick, json_output=json))
-
-
-@app.command("gateway")
-def gateway(quick: Quick = False, json: AsJson = False) -> None:
-    """Chat completions through the gateway, over the same vLLM server asked directly: milliseconds and tokens."""
-    from .gateway.main import bench_gateway
-
-    raise typer.Exit(bench_gateway(quick=quick, json_output=json))
 
 
 @app.command("weights")
@@ -106,14 +108,6 @@ def chaos(
     raise typer.Exit(code)
 
 
-@app.command("resume")
-def resume(quick: Quick = False, json: AsJson = False) -> None:
-    """Turns taken from one worker in the middle: how soon they go on at another, and whether exactly."""
-    from .resume.main import bench_resume
-
-    raise typer.Exit(bench_resume(quick=quick, json_output=json))
-
-
 @app.command("training")
 def training(
     quick: Quick = False,
@@ -124,22 +118,6 @@ def training(
     from .training.main import bench_training
 
     raise typer.Exit(bench_training(quick=quick, json_output=json, figure=figure))
-
-
-@app.command("page")
-def page(quick: Quick = False, json: AsJson = False) -> None:
-    """The page and its api before a large fabric: how fast they answer, and what they cost the broker."""
-    from .page.main import bench_page
-
-    raise typer.Exit(bench_page(quick=quick, json_output=json))
-
-
-@app.command("evaluation")
-def evaluation(quick: Quick = False, json: AsJson = False) -> None:
-    """What an evaluation beside training costs the training's groups, over the same work in a fabric of its own."""
-    from .evaluation.main import bench_evaluation
-
-    raise typer.Exit(bench_evaluation(quick=quick, json_output=json))
 
 
 @app.command("coserve")
@@ -162,14 +140,6 @@ def coserve(
         quick=quick, control=control, rate=rate, requests=requests, rounds=rounds, arms=arms, loads=load
     )
     raise typer.Exit(bench_coserve(settings, json_output=json))
-
-
-@app.command("sim")
-def sim(quick: Quick = False, json: AsJson = False) -> None:
-    """A cluster of up to 112 GPUs, simulated: production's rules beside other ways to run it, and how fast that is."""
-    from .sim.main import bench_sim
-
-    raise typer.Exit(bench_sim(quick=quick, json_output=json))
 
 
 # ---------------------------------------------------------------- processes that benches start

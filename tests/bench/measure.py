@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,18 +43,39 @@ class Figure:
         return f"{number(self.median)}  ({number(low)} to {number(high)})"
 
 
-def run_bench(measure: Callable[[], Report], print_table: Callable[[Report], None], *, json_output: bool) -> int:
-    """Measure, then print one object or a table; returns the exit code: 1 when measuring failed, and why is said."""
+def run_bench(
+    measure: Callable[[], Report],
+    print_table: Callable[[Report], None],
+    *,
+    json_output: bool,
+    faults: Callable[[Report], Sequence[str]] = lambda report: (),
+) -> int:
+    """Measure, then print one object or a table; returns the exit code: 1 when anything is wrong, and what is said.
+
+    Args:
+        measure: raises FabricError when measuring failed.
+        print_table: prints a report for people.
+        json_output: print one object in place of the table.
+        faults: lists what a report shows that should not be.
+    """
     try:
         report = measure()
     except FabricError as error:
-        Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
+        complain(str(error))
         return 1
     if json_output:
         write(report.json())
     else:
         print_table(report)
-    return 0
+    wrong = faults(report)
+    for each in wrong:
+        complain(each)
+    return 1 if wrong else 0
+
+
+def complain(text: str) -> None:
+    """Say to stderr what is wrong, or what a long bench is about."""
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def alternate(arms: Mapping[str, Callable[[], T]], round_count: int) -> dict[str, list[T]]:

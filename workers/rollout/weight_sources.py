@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 
 import xxhash
 
-from ...fabric.contract.clock import Clock, SystemClock
+from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError
 from ...fabric.delivery.collective.addresses import node
 from ...fabric.delivery.collective.receiver import CollectiveReceiver
@@ -57,12 +57,10 @@ class WeightSupply:
         broker_id: the same for all workers of this broker, and another for every other broker.
     """
 
-    def __init__(
-        self, store: WeightStore, worker_id: str, broker_id: str, options: SupplyOptions, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, store: WeightStore, worker_id: str, broker_id: str, options: SupplyOptions) -> None:
         self._broker = store
         self._options = options
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._me = Holder(worker_id, -1, node=node(), region=options.region)
         self._broker_id = xxhash.xxh3_64_hexdigest(broker_id.encode())
         self._cache: ChunkCache | None = None

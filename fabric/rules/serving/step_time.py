@@ -16,23 +16,20 @@ from .facts import StepSample, StepWork
 
 Prices = tuple[float, float, float, float]  # seconds: a step, per prompt token, per sequence, per token attended to
 STEP_S_MIN = 1e-9  # of a prediction: what is measured is divided by it
+
+# How a model follows its samples; fractions are of the predicted time.
+MEMORY_COUNT = 48.0  # samples until one counts 1/e: a model of four prices must see some prefills in it
+COLD_COUNT = 16  # samples until the model is believed without its margin
+MARGIN_KEPT = 0.9  # per sample: how the margin of the cold start fades
+BAND = 3.0  # times the usual scatter: beyond it a sample is an outlier
+SCATTER_MIN = 0.05
+SCATTER_MAX = 0.15  # times `band` below 0.5: a step in half the time must be an outlier, else it creeps in
+STREAK_COUNT = 6  # outliers to one side until it is a change; by chance: once in weeks
+INTERFERENCE_GAIN = 0.05
+INTERFERENCE_MAX = 4.0
+PRICE_MAX: Prices = (10.0, 0.1, 1.0, 0.001)
+
 Sums = tuple[float, ...]  # of products of two features, by row: 16, relative to the step's predicted time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefitRule:
-    """The way in which a model follows its samples. Fractions are of the predicted time."""
-
-    memory_count: float = 48.0  # samples until one counts 1/e: a model of four prices must see some prefills in it
-    cold_count: int = 16  # samples until the model is believed without its margin
-    margin_kept: float = 0.9  # per sample: how the margin of the cold start fades
-    band: float = 3.0  # times the usual scatter: beyond it a sample is an outlier
-    scatter_min: float = 0.05
-    scatter_max: float = 0.15  # times `band` below 0.5: a step in half the time must be an outlier, else it creeps in
-    streak_count: int = 6  # outliers to one side until it is a change; by chance: once in weeks
-    interference_gain: float = 0.05
-    interference_max: float = 4.0
-    price_max: Prices = (10.0, 0.1, 1.0, 0.001)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,31 +70,28 @@ def predict(model: StepModel, work: StepWork, is_shared: bool = False) -> float:
     return alone * model.interference if is_shared else alone
 
 
-USUAL = RefitRule()
-
-
-def refit(model: StepModel, sample: StepSample, rule: RefitRule = USUAL) -> StepModel:
+def refit(model: StepModel, sample: StepSample) -> StepModel:
     """Return the model after one more step. A duration that is not positive measures nothing, and changes nothing."""
-    if not 0.0 < sample.duration_s < rule.price_max[0]:
+    if not 0.0 < sample.duration_s < PRICE_MAX[0]:
         return model
     if sample.is_shared:
-        return _interfered(model, sample, rule)
+        return _interfered(model, sample)
     expected = _alone(model.prices, sample.work)
     ratio = sample.duration_s / expected
-    if model.sample_count < rule.cold_count:
-        return _warmed(_learned(model, sample.work, expected, ratio, rule), sample, rule)
+    if model.sample_count < COLD_COUNT:
+        return _warmed(_learned(model, sample.work, expected, ratio), sample)
     error = ratio - 1.0
-    band = rule.band * model.scatter
-    scatter = model.scatter + (min(abs(error), band) * 1.5 - model.scatter) / rule.memory_count
-    scatter = min(max(scatter, rule.scatter_min), rule.scatter_max)
-    margin = max(1.0, model.margin * rule.margin_kept)
+    band = BAND * model.scatter
+    scatter = model.scatter + (min(abs(error), band) * 1.5 - model.scatter) / MEMORY_COUNT
+    scatter = min(max(scatter, SCATTER_MIN), SCATTER_MAX)
+    margin = max(1.0, model.margin * MARGIN_KEPT)
     if abs(error) <= band:
         model = replace(model, scatter=scatter, margin=margin, streak=0, streak_ratio=1.0)
-        return _learned(model, sample.work, expected, ratio, rule)
-    model = _outlying(replace(model, scatter=scatter, margin=margin), ratio, rule)
-    if abs(model.streak) >= rule.streak_count:
-        return _learned(_changed(model), sample.work, expected * model.streak_ratio, ratio / model.streak_ratio, rule)
-    return _learned(model, sample.work, expected, 1.0 + (band if error > 0 else -band), rule)
+        return _learned(model, sample.work, expected, ratio)
+    model = _outlying(replace(model, scatter=scatter, margin=margin), ratio)
+    if abs(model.streak) >= STREAK_COUNT:
+        return _learned(_changed(model), sample.work, expected * model.streak_ratio, ratio / model.streak_ratio)
+    return _learned(model, sample.work, expected, 1.0 + (band if error > 0 else -band))
 
 
 def _alone(prices: Prices, work: StepWork) -> float:
@@ -106,24 +100,24 @@ def _alone(prices: Prices, work: StepWork) -> float:
     return max(found, STEP_S_MIN)
 
 
-def _interfered(model: StepModel, sample: StepSample, rule: RefitRule) -> StepModel:
+def _interfered(model: StepModel, sample: StepSample) -> StepModel:
     """Learn from a shared step how much slower it was than alone; an extreme one counts as twice the ratio so far."""
     ratio = sample.duration_s / _alone(model.prices, sample.work)
     ratio = min(max(ratio, 1.0), 2.0 * model.interference)
     count = model.shared_count + 1
-    gain = max(rule.interference_gain, 1.0 / count)
-    interference = min(model.interference + gain * (ratio - model.interference), rule.interference_max)
+    gain = max(INTERFERENCE_GAIN, 1.0 / count)
+    interference = min(model.interference + gain * (ratio - model.interference), INTERFERENCE_MAX)
     return replace(model, interference=interference, shared_count=min(count, 1_000_000))
 
 
-def _warmed(model: StepModel, sample: StepSample, rule: RefitRule) -> StepModel:
+def _warmed(model: StepModel, sample: StepSample) -> StepModel:
     """Raise the margin, while the model is cold, until no step seen so far would be predicted too short."""
     seen = (*model.seen, sample)
     margin = max(1.0, *(each.duration_s / _alone(model.prices, each.work) for each in seen))
-    return replace(model, seen=seen if model.sample_count < rule.cold_count else (), margin=margin)
+    return replace(model, seen=seen if model.sample_count < COLD_COUNT else (), margin=margin)
 
 
-def _outlying(model: StepModel, ratio: float, rule: RefitRule) -> StepModel:
+def _outlying(model: StepModel, ratio: float) -> StepModel:
     side = 1 if ratio > 1.0 else -1
     streak = model.streak + side if model.streak * side > 0 else side
     # Running mean over the streak, a slower sample capped at 1.5 times it: one extreme sample must not set the prices.
@@ -145,13 +139,13 @@ def _changed(model: StepModel) -> StepModel:
     )
 
 
-def _learned(model: StepModel, work: StepWork, expected: float, ratio: float, rule: RefitRule) -> StepModel:
+def _learned(model: StepModel, work: StepWork, expected: float, ratio: float) -> StepModel:
     """Add one row to the sums, and go towards the prices that fit them best, one price at a time, none below 0.
 
     Rows are divided by the step's predicted time, so a short step counts as much as a long one. Along what the samples
     do not tell apart, prices stay where they are.
     """
-    keep = 1.0 - 1.0 / rule.memory_count
+    keep = 1.0 - 1.0 / MEMORY_COUNT
     row = (1.0 / expected, work.prefill_tokens / expected, work.decode_count / expected, work.context_tokens / expected)
     old = model.products
     products = [keep * old[4 * i + j] + left * right for i, left in enumerate(row) for j, right in enumerate(row)]
@@ -164,7 +158,7 @@ def _learned(model: StepModel, work: StepWork, expected: float, ratio: float, ru
     )
     p = list(model.prices)
     for _ in range(2):
-        for i, bound in enumerate(rule.price_max):
+        for i, bound in enumerate(PRICE_MAX):
             own = products[5 * i]
             if own > 1e-30:
                 at = 4 * i

@@ -19,7 +19,7 @@ from typing import Any
 from rollfab.deploy.replay.figures import Report, number, show
 from rollfab.fabric.contract.records import Group
 from tests.bench.lively import lively_weights
-from tests.bench.measure import Figure, alternate, run_bench
+from tests.bench.measure import Figure, alternate
 
 from ..overhead.arms import Round, WholeFabric, Workload
 
@@ -55,11 +55,6 @@ EVEN = Workload(
 PLENTY = replace(LONG, name="the same, slots for all in one worker", trajectory_count=32)
 FULL = Settings(cases=((LONG, 16), (EVEN, 16), (PLENTY, 64)), round_count=5)
 QUICK = Settings(cases=((LONG, 16), (PLENTY, 64)), round_count=2)
-
-
-def bench_affinity(*, quick: bool, json_output: bool) -> int:
-    """Measure and print; returns the exit code: 1 when an arm did not do its work."""
-    return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
 
 
 def measure(settings: Settings) -> Report:
@@ -140,7 +135,7 @@ def home_fraction(groups: Sequence[Group], turn_count: int) -> float:
     return 1 - moves / (len(rollouts) * (turn_count - 1))
 
 
-def _print_table(report: Report) -> None:
+def print_table(report: Report) -> None:
     found = json.loads(report.json())
     rows = []
     for each in found["results"]["rows"]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from typing import Any
 from rollfab.deploy.replay.figures import Report
 from rollfab.fabric.contract.errors import ConfigError, EngineUnsupported
 from rollfab.fabric.rules.serving.facts import Slo
-from tests.bench.measure import run_bench
+from tests.bench.measure import complain, run_bench
 
 from ..alone import alone
 from .arms import SLICES_MAX, Load, Rounds, interleaved
@@ -37,7 +36,7 @@ from .load import LENGTHS, TRACE, burstiness, traffic
 from .places import PLACES
 from .policies import NAMES
 from .switch import Profile, Switch
-from .table import fault, print_table
+from .table import faults, print_table
 
 HEADLINE = "ours"
 ANY = Slo(ttft_ms=60_000.0, tpot_ms=60_000.0)  # of a worker that is not lent
@@ -155,21 +154,7 @@ class Found:
 
 def bench_coserve(settings: Settings, *, json_output: bool) -> int:
     """Measure and print; returns the exit code: 1 when something did not do its work, or there is no vLLM."""
-
-    def tell(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    found: list[Report] = []
-
-    def measured() -> Report:
-        found.append(measure(settings, tell))
-        return found[-1]
-
-    code = run_bench(measured, print_table, json_output=json_output)
-    faults = [text for each in found if (text := fault(each))]
-    for text in faults:
-        tell(text)
-    return 1 if faults else code
+    return run_bench(lambda: measure(settings, complain), print_table, json_output=json_output, faults=faults)
 
 
 def measure(settings: Settings, tell: Callable[[str], None] = lambda _: None) -> Report:

@@ -110,12 +110,12 @@ def _span(values: list[float]) -> str:
     return f"{number(min(values))} to {number(max(values))}" if values else "-"
 
 
-def fault(report: Report) -> str | None:
-    """What did not do its work, though all of it could be measured."""
+def faults(report: Report) -> list[str]:
+    """Name what did not do its work, though all of it could be measured."""
     frozen = report.results.get("frozen_broker")
     if not frozen or frozen["has_ended"]:
-        return None
-    return f"the lent engine still stepped when the broker had been frozen for {frozen['frozen_s']:.0f} s"
+        return []
+    return [f"the lent engine still stepped when the broker had been frozen for {frozen['frozen_s']:.0f} s"]
 
 
 def _stop(frozen: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rollfab.deploy.replay.figures import Report, number, show
 from rollfab.fabric.contract.errors import EngineUnsupported
-from tests.bench.measure import alternate, run_bench
+from tests.bench.measure import alternate
 
 from ..lively import lively_weights
 from ..overhead.arms import CONTEXT_TOKENS, GROUP_SIZE, SEED, SLOT_COUNT
@@ -77,11 +77,6 @@ QUICK = Settings(
     version_count=10,
     rank_counts=(1,),
 )
-
-
-def bench_engine(*, quick: bool, json_output: bool) -> int:
-    """Measure and print; returns the exit code: 1 when an arm did not do its work, or there is no vLLM."""
-    return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
 
 
 def measure(settings: Settings) -> Report:
@@ -167,7 +162,7 @@ def _version() -> str:
     return installed_version()
 
 
-def _print_table(report: Report) -> None:
+def print_table(report: Report) -> None:
     found = json.loads(report.json())
     rows, notes = [], []
     for each in found["results"]["rows"]:

@@ -32,7 +32,7 @@ from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import EnvironmentUnknown, FabricError
 from rollfab.trainer.client import Run, connect
 from tests.bench.lively import lively_weights
-from tests.bench.measure import Figure, alternate, run_bench
+from tests.bench.measure import Figure, alternate
 
 METRONOME = "metronome=tests.bench.worlds:Metronome"
 OPTIONS = {"turn_count": 2, "completion_tokens": 8, "observation_tokens": 16}
@@ -219,11 +219,6 @@ def seconds_a_group(ended_s: Sequence[float]) -> float:
     return statistics.linear_regression(range(len(ended_s)), ended_s).slope
 
 
-def bench_evaluation(*, quick: bool, json_output: bool) -> int:
-    """Measure and print; returns the exit code: 1 when an arm did not do its work."""
-    return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
-
-
 def measure(settings: Settings) -> Report:
     """Measure all arms by turns.
 
@@ -266,7 +261,7 @@ def _figure(values: list[float]) -> dict[str, Any]:
     return {"median": figure.median, "spread": figure.spread}
 
 
-def _print_table(report: Report) -> None:
+def print_table(report: Report) -> None:
     found = json.loads(report.json())["results"]
     rows = []
     for name in ("alone", "elsewhere", "beside"):

@@ -23,7 +23,7 @@ from typing import Any
 
 from rollfab.deploy.replay.figures import Report, number, percentile, show
 from rollfab.fabric.contract.errors import EngineUnsupported, FabricError
-from tests.bench.measure import Figure, alternate, run_bench
+from tests.bench.measure import Figure, alternate
 
 from .arms import SLOT_COUNT, Load, Round, Stage
 
@@ -69,11 +69,6 @@ def _settings(counts: Sequence[tuple[int, int]], way_calls: int, round_count: in
 
 FULL = _settings([(1, 24), (8, 8), (64, 4)], way_calls=60, round_count=7)
 QUICK = _settings([(1, 4), (8, 2), (64, 1)], way_calls=10, round_count=2)
-
-
-def bench_gateway(*, quick: bool, json_output: bool) -> int:
-    """Measure and print; returns the exit code: 1 when an arm did not do its work, or there is no vLLM."""
-    return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
 
 
 def measure(settings: Settings) -> Report:
@@ -192,7 +187,7 @@ def _rate(one: Round) -> float:
 PAIRS = {"gateway beside direct": None, "gateway beside told": "beside_told", "forwarded beside direct": "floor"}
 
 
-def _print_table(report: Report) -> None:
+def print_table(report: Report) -> None:
     found = json.loads(report.json())["results"]
     rows, notes = [], []
     kinds = {"": found["rows"], ", token ids": found["ids"], ", one token": [found["way"]]}

@@ -43,7 +43,7 @@ from rollfab.fabric.inspect.history import SAMPLE_ROW_COUNT_MAX
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import GroupPush, TrajectoryQueue
 from rollfab.fabric.queue import keys
-from tests.bench.measure import Figure, process_cpu_s, run_bench
+from tests.bench.measure import Figure, process_cpu_s
 from tests.e2e.chromium import find_chromium, open_browser
 from tests.support.records import rollout_of
 
@@ -432,11 +432,6 @@ def javascript_kb() -> float:
 # ---- the bench
 
 
-def bench_page(*, quick: bool, json_output: bool) -> int:
-    """Measure and print; returns the exit code: 1 when the api did not answer."""
-    return run_bench(lambda: asyncio.run(measure(QUICK if quick else FULL)), _print_table, json_output=json_output)
-
-
 async def measure(settings: Settings) -> Report:
     """Fill a fabric, and measure some rounds.
 
@@ -459,7 +454,7 @@ async def measure(settings: Settings) -> Report:
     )
 
 
-def _print_table(report: Report) -> None:
+def print_table(report: Report) -> None:
     found = json.loads(report.json())["results"]
     rows = []
     for key, value in found.items():

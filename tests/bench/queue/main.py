@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +20,9 @@ import redis
 from rollfab.deploy.replay.figures import Report, number, percentile, show
 from rollfab.fabric.broker.connection import mask_url, resolve_url
 from rollfab.fabric.broker.embedded import EmbeddedBroker
-from rollfab.fabric.contract.errors import ConfigError, FabricError
+from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.opened import RedisFabric
-from tests.bench.measure import Figure, alternate, process_cpu_s, split_cores
+from tests.bench.measure import Figure, alternate, process_cpu_s, run_bench, split_cores
 
 from ..peers.processes import Peer, PeerFailed, start_peers
 from ..peers.rounds import PAYLOAD_BYTES
@@ -56,16 +55,14 @@ FULL = Settings(round_count=7, round_s=2.0, wait_s=5.0, may_install=True)
 
 def bench_queue(*, quick: bool, json_output: bool, url: str | None) -> int:
     """Measure and print; returns the exit code: 1 when anything was lost or duplicated, or the broker unfit."""
-    try:
-        report = measure(QUICK if quick else FULL, url)
-    except FabricError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if json_output:
-        print(report.json())
-    else:
-        _print_table(report)
-    return 1 if report.results["lost"] or report.results["duplicated"] else 0
+    return run_bench(
+        lambda: measure(QUICK if quick else FULL, url), _print_table, json_output=json_output, faults=faults
+    )
+
+
+def faults(report: Report) -> list[str]:
+    """Name what was lost, and what came twice."""
+    return [f"{count} jobs were {name}" for name in ("lost", "duplicated") if (count := report.results[name])]
 
 
 def measure(settings: Settings, url: str | None = None) -> Report:

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from rollfab.deploy.replay.figures import Report, number, percentile, show
-from rollfab.fabric.contract.errors import FabricError
 
 from ..token_log import LogSettings, measure_token_log
 from .asker import PROMPT_TOKENS, Turns, greedy
@@ -73,22 +71,10 @@ class HandOver:
     prior_count: int
 
 
-def bench_resume(*, quick: bool, json_output: bool) -> int:
-    """Measure and print; returns the exit code: 1 when a turn did not go on exactly."""
-    try:
-        report = asyncio.run(measure(QUICK if quick else FULL))
-    except FabricError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if json_output:
-        print(report.json())
-    else:
-        _print_table(report)
-    if not report.results["exact"]:
-        count = report.results["inexact_turns"]
-        print(f"{count} interrupted turns have other tokens than uninterrupted ones (seed {SEED})", file=sys.stderr)
-        return 1
-    return 0
+def faults(report: Report) -> list[str]:
+    """Tell whether a turn did not go on exactly."""
+    count = report.results["inexact_turns"]
+    return [f"{count} interrupted turns have other tokens than uninterrupted ones (seed {SEED})"] if count else []
 
 
 async def measure(settings: Settings) -> Report:
@@ -210,7 +196,7 @@ def _summary(name: str, found: Sequence[HandOver]) -> dict[str, Any]:
     }
 
 
-def _print_table(report: Report) -> None:
+def print_table(report: Report) -> None:
     found = report.results
     rows = [
         [label, str(found[f"{key}_count"]), number(found[f"{key}_ms_p50"]), number(found[f"{key}_ms_p99"]), wasted]

@@ -16,7 +16,6 @@ from rollfab.deploy.simulation.command import chosen, run_all
 from rollfab.deploy.simulation.report import TAG, results
 from rollfab.deploy.simulation.run import simulate
 from rollfab.deploy.simulation.scenario import SAMPLES, read_scenario
-from tests.bench.measure import run_bench
 
 LOSS_MAX = 0.002  # of attainment against dedicated GPUs alone
 SLOWER_MAX = 1.02  # than dedicated GPUs alone
@@ -24,11 +23,7 @@ OF_ORACLE = {0.1: 0.93, 0.25: 0.93, 0.5: 0.80}  # by load: what of the oracle's 
 WORST_MINUTE_MIN, WASTED_MAX = 0.95, 0.02
 OURS = ("ours", "ours-few")
 SEED_COUNT = 3
-
-
-def bench_sim(*, quick: bool, json_output: bool) -> int:
-    """Simulate the scenarios (quick: the smallest) and print; returns the exit code."""
-    return run_bench(lambda: measure(("s0",) if quick else SAMPLES), _print_table, json_output=json_output)
+FULL, QUICK = SAMPLES, ("s0",)
 
 
 def measure(names: Sequence[str]) -> Report:
@@ -87,7 +82,7 @@ def _misses(name: str, part: dict[str, Any], row: dict[str, Any]) -> list[str]:
     return said
 
 
-def _print_table(report: Report) -> None:
+def print_table(report: Report) -> None:
     found = report.results
     rows = []
     for name, result in found["scenarios"].items():

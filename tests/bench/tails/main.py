@@ -23,7 +23,7 @@ from typing import Any
 from rollfab.deploy.replay.figures import Report, number, show
 from rollfab.fabric.contract.errors import FabricError
 from tests.bench.lively import lively_weights
-from tests.bench.measure import Figure, alternate, run_bench
+from tests.bench.measure import Figure, alternate
 
 from ..overhead.arms import WholeFabric, Workload
 
@@ -75,11 +75,6 @@ FULL = Settings(
     round_count=9,
 )
 QUICK = Settings(cases=(SPREAD_OUT,), round_count=3, arms=("first come", "ours"))
-
-
-def bench_tails(*, quick: bool, json_output: bool) -> int:
-    """Measure and print; returns the exit code: 1 when an arm did not do its work."""
-    return run_bench(lambda: measure(QUICK if quick else FULL), _print_table, json_output=json_output)
 
 
 def measure(settings: Settings) -> Report:
@@ -207,7 +202,7 @@ def floor_of(case: Case, tasks: Sequence[dict[str, Any]], parts: dict[str, float
     return max(alone_s, parts["work spread evenly"] * sum(counts) / sum(case.turn_counts))
 
 
-def _print_table(report: Report) -> None:
+def print_table(report: Report) -> None:
     found = json.loads(report.json())
     rows = []
     for each in found["results"]["rows"]:

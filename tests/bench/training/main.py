@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,9 +27,9 @@ from typing import Any
 import torch
 
 from rollfab.deploy.replay.figures import Report, number, show
-from rollfab.fabric.contract.errors import FabricError
 from rollfab.trainer.grpo import PRESETS
 
+from ..measure import run_bench
 from .chance import chance, largest_gap, mean_distance
 from .lengths import quantiles, rerun, through_fabric
 from .one_process import train_in_one_process
@@ -58,21 +57,14 @@ QUICK = Settings(seed_count=1, step_count=2, length_count=96)
 def bench_training(*, quick: bool, json_output: bool, figure: str = "") -> int:
     """Measure, print and draw, if `figure` is named; returns the exit code: 1 if the fabric changed something."""
     settings = QUICK if quick else FULL
-    try:
+
+    def measured() -> Report:
         report = measure(settings)
-    except FabricError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if figure:
-        draw(report, Path(figure))
-    if json_output:
-        print(report.json())
-    else:
-        _print_table(report)
-    wrong = _wrong(report, settings)
-    for each in wrong:
-        print(each, file=sys.stderr)
-    return 1 if wrong else 0
+        if figure:
+            draw(report, Path(figure))
+        return report
+
+    return run_bench(measured, _print_table, json_output=json_output, faults=lambda report: _wrong(report, settings))
 
 
 def _wrong(report: Report, settings: Settings) -> list[str]:

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rollfab.deploy.replay.figures import Report
-from tests.bench.measure import run_bench
+from tests.bench.measure import complain, run_bench
 
 from ..remote import Remote
 from . import live as weights_live
@@ -98,7 +97,7 @@ def bench_weights(*, quick: bool, json_output: bool, parameters: int | None) -> 
     settings = QUICK if quick else FULL
     if parameters is not None:
         settings = replace(settings, parameter_count=parameters)
-    return run_bench(lambda: measure(settings, _say), print_table, json_output=json_output)
+    return run_bench(lambda: measure(settings, complain), print_table, json_output=json_output)
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> Report:
@@ -178,7 +177,3 @@ def _record(
             step_s = maker.call("record", learning_rate, count, is_settled, timeout_s=STEP_S * (1 + count))
             say(f"recorded {count} steps at learning rate {learning_rate:g}, {step_s:.2f} s each")
         return {"step_s": step_s, "peak_bytes": maker.call("peak_bytes", timeout_s=STEP_S)}
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from rollfab.api.routes import history
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.lease_plan import Sample
 from rollfab.fabric.contract.records import Node, Rollout, Span
@@ -25,15 +24,9 @@ from tests.support.records import rollout_of
 BASE = "/v1/runs/r1"
 
 
-@pytest.fixture(scope="module")
-def broker_url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
 @pytest.fixture
-async def api(broker_url: str) -> AsyncIterator[ApiWorld]:
-    async with running_api(broker_url) as world:
+async def api(url: str) -> AsyncIterator[ApiWorld]:
+    async with running_api(url) as world:
         yield world
 
 

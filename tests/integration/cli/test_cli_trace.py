@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.lease_plan import RunSample, Sample, ServingSample
 from rollfab.fabric.contract.records import Failure, RunConfig, Span
 from rollfab.fabric.inspect.trace import kept_group
@@ -31,15 +30,9 @@ RUN = RunConfig(run_id="lake", model="tiny", environment="frozenlake")
 WORKER = "w" * 63
 
 
-@pytest.fixture(scope="module")
-def broker_url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
 @pytest.fixture
-async def fabric(broker_url: str) -> AsyncIterator[RedisFabric]:
-    async with await RedisFabric.open(broker_url, client_name="tests") as found:
+async def fabric(url: str) -> AsyncIterator[RedisFabric]:
+    async with await RedisFabric.open(url, client_name="tests") as found:
         await found.board._client.flushall()
         await found.board.create_run(RUN)
         yield found
@@ -60,22 +53,22 @@ async def play(fabric: RedisFabric, claim: TrajectoryClaim, said: str, reward: f
 
 
 async def test_what_holds_up_a_step_is_listed_and_one_that_ended_is_told_in_full(
-    fabric: RedisFabric, broker_url: str, monkeypatch: pytest.MonkeyPatch
+    fabric: RedisFabric, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert "no trajectory is under way" in rollfab("trace", url=broker_url).stderr
+    assert "no trajectory is under way" in rollfab("trace", url=url).stderr
     # Given a group of two, of which one is under way and one has ended
     await fabric.rollouts(RUN).push([group_of_size("g1", 2)])
     first, second = await fabric.trajectories(RUN).claim("agent-1", 2)
     await play(fabric, second, "all the way left\nand \x1b[31mright", 0.5)
     # Then the one under way is listed, with where it is
-    said = rollfab("trace", "--run", "lake", url=broker_url)
+    said = rollfab("trace", "--run", "lake", url=url)
     assert "lake  1 trajectory under way" in said.stdout
     assert "g1.0" in said.stdout and "the environment's reset, on agent agent-1" in said.stdout
     assert "g1.1" not in said.stdout
     assert max(map(len, said.stdout.splitlines())) <= 80
     # And the other is told in full, in lines that fit
-    said = rollfab("trace", "g1.1", url=broker_url)
+    said = rollfab("trace", "g1.1", url=url)
     assert said.returncode == 0
     assert "all the way left" in said.stdout
     assert "reward 0.5" in said.stdout
@@ -83,27 +76,27 @@ async def test_what_holds_up_a_step_is_listed_and_one_that_ended_is_told_in_full
     assert "37 ms" in said.stdout
     assert "\x1b[31m" not in said.stdout
     assert max(map(len, said.stdout.splitlines())) <= 80
-    found = json.loads(rollfab("trace", "g1.1", "--json", url=broker_url).stdout)
+    found = json.loads(rollfab("trace", "g1.1", "--json", url=url).stdout)
     assert (found["state"], found["reward"], found["pieces"][1]["kind"]) == ("completed", 0.5, "turn")
     # When all is consumed, it is among the finished
     await play(fabric, first, "up", 0.0)
-    assert "1 group for the trainer" in rollfab("trace", "--state", "waiting", url=broker_url).stdout
+    assert "1 group for the trainer" in rollfab("trace", "--state", "waiting", url=url).stdout
     (delivery,) = await fabric.rollouts(RUN).receive("t", 1, 1.0)
     await fabric.rollouts(RUN).acknowledge(delivery)
-    said = rollfab("trace", "--state", "finished", url=broker_url)
+    said = rollfab("trace", "--state", "finished", url=url)
     assert "1 group kept" in said.stdout and "terminated" in said.stdout
 
 
-async def test_what_is_asked_for_wrongly_says_what_to_do(fabric: RedisFabric, broker_url: str) -> None:
-    said = rollfab("trace", "g9.0", url=broker_url)
+async def test_what_is_asked_for_wrongly_says_what_to_do(fabric: RedisFabric, url: str) -> None:
+    said = rollfab("trace", "g9.0", url=url)
     assert said.returncode == 1
     assert "no trajectory 'g9.0' now" in said.stderr and "rollfab trace --state finished" in said.stderr
-    said = rollfab("trace", "--run", "lakes", url=broker_url)
+    said = rollfab("trace", "--run", "lakes", url=url)
     assert "run 'lakes' does not exist" in said.stderr and "lake" in said.stderr
-    said = rollfab("trace", "--state", "done", url=broker_url)
+    said = rollfab("trace", "--state", "done", url=url)
     assert said.returncode == 2 and "waiting" in said.stderr and "finished" in said.stderr
     for word in ("12", "h", "-1h", "1e9d"):
-        said = rollfab("history", f"--since={word}", url=broker_url)
+        said = rollfab("history", f"--since={word}", url=url)
         assert said.returncode == 2 and "30m, 12h or 3d" in said.stderr, word
 
 
@@ -153,17 +146,17 @@ async def add_samples(fabric: RedisFabric) -> None:
 
 
 async def test_history_says_what_happened_and_whether_lending_hurt(
-    fabric: RedisFabric, broker_url: str, monkeypatch: pytest.MonkeyPatch
+    fabric: RedisFabric, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert "a sample a minute" in rollfab("history", url=broker_url).stderr
+    assert "a sample a minute" in rollfab("history", url=url).stderr
     # Given samples of three minutes, in which a worker lent and was late
     await add_samples(fabric)
-    said = rollfab("history", "--since", "1h", url=broker_url)
+    said = rollfab("history", "--since", "1h", url=url)
     assert "tokens/s" in said.stdout and "100 now" in said.stdout
     assert "serving-1  yes: 40 of 200 requests beside rollouts" in " ".join(said.stdout.split("\n"))
     assert max(map(len, said.stdout.splitlines())) <= 80
-    found = json.loads(rollfab("history", "--json", url=broker_url).stdout)
+    found = json.loads(rollfab("history", "--json", url=url).stdout)
     assert [point["tokens_per_s"] for point in found["points"]] == [100.0, 100.0]
     assert found["lending"][0]["answer"] == "yes"
 
@@ -177,12 +170,12 @@ def names_in(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 async def test_kept_groups_in_a_file_are_what_the_trainer_received(
-    fabric: RedisFabric, broker_url: str, tmp_path: Path, suffix: str
+    fabric: RedisFabric, url: str, tmp_path: Path, suffix: str
 ) -> None:
     # Given consumed groups: a whole one; one of which a trajectory failed; one whose quorum left a trajectory behind
     output = tmp_path / f"kept{suffix}"
     words = ("trace", "--state", "finished", "--output", str(output))
-    said = rollfab(*words, url=broker_url)
+    said = rollfab(*words, url=url)
     assert said.returncode == 0 and "is not written: no consumed group is kept" in said.stderr
     stream, received = fabric.rollouts(RUN), []
     for name, quorum in (("whole", 2), ("failed", 2), ("quorum", 1)):
@@ -201,18 +194,18 @@ async def test_kept_groups_in_a_file_are_what_the_trainer_received(
     assert [len(each.cancelled) for each in received] == [0, 0, 1]
 
     # When they are written, then they are equal to what was received, arrays to the bit, the newest first
-    said = rollfab(*words, url=broker_url)
+    said = rollfab(*words, url=url)
     assert said.stdout == f"3 groups written to {output}; they are still kept\n"
     assert list(map(bits, read_groups(output))) == list(map(bits, reversed(received)))
     assert all(each.turn_ms == [3, 40, 41] for group in read_groups(output) for each in group.rollouts)
 
     # And what is there already stays as it is; the newest alone are written where so many are asked for
     before = output.read_bytes()
-    said = rollfab(*words, url=broker_url)
+    said = rollfab(*words, url=url)
     assert said.returncode == 1 and "is there already: name another file, or move it away" in said.stderr
     assert output.read_bytes() == before
     some = tmp_path / f"some{suffix}"
-    said = rollfab(*words[:-1], str(some), "--count", "1", "--json", url=broker_url)
+    said = rollfab(*words[:-1], str(some), "--count", "1", "--json", url=url)
     assert json.loads(said.stdout) == {"path": str(some), "group_count": 1}
     assert [each.group_id for each in read_groups(some)] == ["quorum"]
     assert names_in(tmp_path) == [output.name, some.name]
@@ -267,19 +260,17 @@ def test_trace_writes_nothing_but_kept_groups(tmp_path: Path) -> None:
         assert said.returncode == 1 and "add --state finished and name no trajectory" in said.stderr
 
 
-async def test_history_in_a_file_has_a_row_for_each_sample(
-    fabric: RedisFabric, broker_url: str, tmp_path: Path
-) -> None:
-    said = rollfab("history", "--output", str(tmp_path / "h.jsonl"), url=broker_url)
+async def test_history_in_a_file_has_a_row_for_each_sample(fabric: RedisFabric, url: str, tmp_path: Path) -> None:
+    said = rollfab("history", "--output", str(tmp_path / "h.jsonl"), url=url)
     assert said.returncode == 0 and "h.jsonl is not written: nothing is kept of the last 12h" in said.stderr
     await add_samples(fabric)
     for suffix in ("jsonl", "parquet"):
-        said = rollfab("history", "--since", "1h", "--output", str(tmp_path / f"h.{suffix}"), url=broker_url)
+        said = rollfab("history", "--since", "1h", "--output", str(tmp_path / f"h.{suffix}"), url=url)
         assert said.stdout == f"2 rows written to {tmp_path}/h.{suffix}\n", said.stderr
     lines = [json.loads(line) for line in (tmp_path / "h.jsonl").read_text().splitlines()]
     table = pyarrow.parquet.read_table(tmp_path / "h.parquet")
     assert table.to_pylist() == lines
-    told = json.loads(rollfab("history", "--since", "1h", "--json", url=broker_url).stdout)["points"]
+    told = json.loads(rollfab("history", "--since", "1h", "--json", url=url).stdout)["points"]
     assert [{**row, "runs": row["runs"][0], "serving": row["serving"][0]} for row in lines] == [
         {
             **point,

@@ -9,27 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from rollfab.deploy.main import app
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.records import DeadLetter, RunConfig
 from rollfab.fabric.opened import RedisFabric
 from tests.contracts.test_queue import group_of_size
 from tests.support.records import rollout_of
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.usefixtures("redis")]  # which empties the broker
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake", trajectory_count_max=5_000)
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
 
 
 def typed(url: str, *words: str, says: str = "") -> Result:

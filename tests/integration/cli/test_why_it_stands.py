@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.broker.connection import open_broker
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.ids import turn_id
 from rollfab.fabric.contract.lease_plan import LeasePlan, RunDemand
 from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, TurnJob
@@ -356,17 +355,11 @@ CASES: dict[str, Callable[[Stand], Awaitable[None]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def broker_url() -> Iterator[str]:
-    with EmbeddedBroker.start() as broker:
-        yield broker.url
-
-
 @pytest.fixture
-async def stand(broker_url: str) -> AsyncIterator[Stand]:
-    redis: Any = await open_broker(broker_url, client_name="tests")
+async def stand(url: str) -> AsyncIterator[Stand]:
+    redis: Any = await open_broker(url, client_name="tests")
     await redis.config_set("maxmemory", 0)
-    async with running_api(broker_url) as api:
+    async with running_api(url) as api:
         stand = Stand(api, redis)
         saying = asyncio.create_task(stand.keep_saying())
         yield stand
@@ -382,11 +375,11 @@ def test_every_cause_is_brought_about() -> None:
 
 @pytest.mark.parametrize("code", CODES)
 async def test_the_command_line_and_the_api_say_why_a_run_stands_and_what_to_do(
-    stand: Stand, broker_url: str, code: str, monkeypatch: pytest.MonkeyPatch
+    stand: Stand, url: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "2000")
     await CASES[code](stand)
-    told = await asyncio.to_thread(rollfab, "status", "--run", "lake", url=broker_url)
+    told = await asyncio.to_thread(rollfab, "status", "--run", "lake", url=url)
     causes = (await stand.api.json("/v1/runs/lake"))["causes"]
     cause = next((each for each in causes if each["code"] == code), None)
     assert cause is not None, causes

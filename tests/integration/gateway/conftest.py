@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import openai
 import pytest
 
 from rollfab.api.gateway.app import make_gateway
 from rollfab.api.gateway.config import GatewayConfig
 from rollfab.api.server import run
-from tests.support.fake_sessions import FakeSessions
+from tests.support.fake_sessions import KEY, FakeSessions
 
 CREATOR_KEY = "a-key-that-opens-sessions"
 
@@ -32,3 +33,10 @@ async def base(sessions: FakeSessions) -> AsyncIterator[str]:
     yield await ready
     stop.set()
     await serving
+
+
+@pytest.fixture
+async def client(base: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The unmodified client of OpenAI, before that gateway."""
+    async with openai.AsyncOpenAI(base_url=f"{base}v1", api_key=KEY, max_retries=0) as made:
+        yield made

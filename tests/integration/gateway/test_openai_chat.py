@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -26,12 +25,6 @@ from tests.support.until import until
 
 ASK = [{"role": "user", "content": "?"}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-
-
-@pytest.fixture
-async def client(base: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{base}v1", api_key=KEY, max_retries=0) as made:
-        yield made
 
 
 async def test_an_answer_has_its_text_its_tokens_and_what_it_cost(

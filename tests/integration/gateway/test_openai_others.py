@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -10,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from rollfab.fabric.chat.choice import FREE, ToolChoice
-from tests.support.fake_sessions import KEY, FakeSessions, completion, tool_call
+from tests.support.fake_sessions import FakeSessions, completion, tool_call
 
 TOOL = {
     "type": "function",
@@ -20,12 +19,6 @@ TOOL = {
     "strict": True,
 }
 CHAT_TOOL = {"type": "function", "function": {name: each for name, each in TOOL.items() if name != "type"}}
-
-
-@pytest.fixture
-async def client(base: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{base}v1", api_key=KEY, max_retries=0) as made:
-        yield made
 
 
 # ---------------------------------------------------------------- completions

@@ -163,9 +163,9 @@ class KvBudget:
         reason: why rollouts may hold less than all; "": they may hold all.
     """
 
-    def __init__(self, backend: MemoryBackend, rule: MemoryRule | None = None) -> None:
+    def __init__(self, backend: MemoryBackend) -> None:
         self.backend = backend
-        self._rule = rule or MemoryRule()
+        self._rule = MemoryRule()
         self._state = MemoryState()
         self._limited_to: int | None = None
         self._is_away = False

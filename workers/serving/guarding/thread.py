@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ....fabric.contract.clock import Clock, SystemClock
+from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.sharing import GuardView
 from ....fabric.rules.serving.facts import StepWork
 from ...engines.base import Generation
@@ -27,14 +27,12 @@ LOOK_S = 0.01
 class GuardThread:
     """A StepHook and a GuardPort. Methods of the latter may be called on any thread."""
 
-    def __init__(
-        self, config: GuardConfig, clock: Clock | None = None, *, slot_count: int = 1, is_on_cpu: bool = True
-    ) -> None:
+    def __init__(self, config: GuardConfig, *, slot_count: int = 1, is_on_cpu: bool = True) -> None:
         """slot_count: sequences that could run, while nothing does."""
         assert not config.policies, "other rules are measured on vLLM"
         reader = ProbeReader(Path(config.probe), config.probe_name, owner_uid=config.probe_owner_uid)
         self._guard = Guard(config, reader)
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._steps = StepTimes(is_on_cpu=is_on_cpu, computes_here=is_on_cpu, now_s=self._clock.now_s)
         self._lock = threading.Lock()  # of the guard and what follows
         self._work = StepWork(decode_count=slot_count)  # of the last step

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....fabric.contract.clock import Clock, SystemClock
+from ....fabric.contract.clock import SystemClock
 from ....fabric.rules.serving.facts import StepWork
 from ...engines.base import Generation
 from ...engines.steps import Moment
@@ -33,10 +33,10 @@ class _Known:
 class NativeProbe:
     """A StepHook: give it to the serving engine."""
 
-    def __init__(self, path: Path, clock: Clock | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises ConfigError: no page can be made at `path`."""
         self._writer = ProbeWriter(path, "transformers")
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._known: dict[str, _Known] = {}
         self._step: tuple[int, StepWork] | None = None
         self._engine_thread: threading.Thread | None = None

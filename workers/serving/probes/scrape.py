@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ....fabric.contract.clock import Clock, SystemClock
+from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import ConfigError
 from .metrics import Ledger, Seen, parse
 from .probe_page import ProbeWriter
@@ -38,12 +38,12 @@ class ScrapeOptions:
 class MetricsProbe:
     """Scrapes one server until it is closed."""
 
-    def __init__(self, url: str, path: Path, options: ScrapeOptions | None = None, clock: Clock | None = None) -> None:
+    def __init__(self, url: str, path: Path, options: ScrapeOptions | None = None) -> None:
         """Raises ConfigError: `url` is none, or no page can be made at `path`."""
         self._target = target_of(url)
         self._writer = ProbeWriter(path, f"vllm at {url}")
         self._options = options or ScrapeOptions()
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._ledger = Ledger()
         self._arrived_count = 0
         self._failure_count = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,14 +72,17 @@ ELSEWHERE = {  # texts by their beginning, and why no client gets them
 }
 
 
-def texts_of(path: Path) -> Iterator[tuple[int, str]]:
+@cache  # faces have files in common
+def texts_of(path: Path) -> list[tuple[int, str]]:
     """The texts of a file but its docstrings, each with its line; what is put into them is PUT_IN, or its own text."""
     seen: set[int] = set()
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):  # the outer ones first
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             seen.add(id(node.value))
         elif id(node) not in seen and (text := _text(node, seen)) is not None:
-            yield node.lineno, text  # type: ignore[attr-defined]
+            found.append((node.lineno, text))  # type: ignore[attr-defined]
+    return found
 
 
 def _text(node: ast.AST, seen: set[int]) -> str | None:

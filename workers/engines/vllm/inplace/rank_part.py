@@ -74,15 +74,13 @@ class Pace:
 class RankPart:
     """The part of a model that rank `rank` holds. layers: see prepared.Layers."""
 
-    def __init__(
-        self, placement: Placement, rank: int, *, layers: Layers = no_layers, lane: Lane | None = None
-    ) -> None:
+    def __init__(self, placement: Placement, rank: int, *, layers: Layers = no_layers) -> None:
         self._placement = placement
         self._rank = rank
         self._layers = layers
         self._memories = {memory.name: (key, memory) for key, memory in placement.memories.items()}
         devices = [memory.flat.device for memory in placement.memories.values()]
-        self._lane = lane or Lane(devices[0] if devices else torch.device("cpu"))
+        self._lane = Lane(devices[0] if devices else torch.device("cpu"))
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._ticket = ""  # of the newest order

@@ -11,11 +11,19 @@ from hypothesis import strategies as st
 
 from rollfab.deploy.simulation.machine.cost import StepCost
 from rollfab.fabric.rules.serving.facts import StepSample, StepWork
-from rollfab.fabric.rules.serving.step_time import RefitRule, StepErrors, StepModel, cold, predict, refit
+from rollfab.fabric.rules.serving.step_time import (
+    COLD_COUNT,
+    INTERFERENCE_MAX,
+    PRICE_MAX,
+    StepErrors,
+    StepModel,
+    cold,
+    predict,
+    refit,
+)
 from tests.support.one_gpu.engine import ROLLOUT_8B, SERVING_7B
 
 CAUTIOUS = cold(0.05, 2e-4, 2e-3)
-RULE = RefitRule()
 WORKS = st.builds(
     StepWork,
     prefill_tokens=st.integers(0, 8192),
@@ -69,7 +77,7 @@ def shortest(decode_count: int, duration_s: float) -> StepSample:
     return StepSample(work=work, duration_s=duration_s, is_shared=False)
 
 
-@given(st.lists(SAMPLES, min_size=1, max_size=RULE.cold_count))
+@given(st.lists(SAMPLES, min_size=1, max_size=COLD_COUNT))
 @example([shortest(0, 0.0), shortest(0, 1.2e-38), shortest(6, 0.0078125)])  # prices of nearly 0 were predicted by
 def test_a_cold_model_predicts_nothing_below_what_it_saw(samples: list[StepSample]) -> None:
     # Given
@@ -93,8 +101,8 @@ def test_whatever_was_measured_prices_stay_within_their_bounds_and_more_work_tak
     for sample in samples:
         model = refit(model, sample)
     # Then
-    assert all(0 <= price <= bound for price, bound in zip(model.prices, RULE.price_max, strict=True))
-    assert 1 <= model.interference <= RULE.interference_max
+    assert all(0 <= price <= bound for price, bound in zip(model.prices, PRICE_MAX, strict=True))
+    assert 1 <= model.interference <= INTERFERENCE_MAX
     both = StepWork(
         prefill_tokens=work.prefill_tokens + more.prefill_tokens,
         decode_count=work.decode_count + more.decode_count,
