@@ -218,15 +218,14 @@ class TurnCaller:
             is_handed_over=result.resumed,
         )
 
-    def unanswered(self, for_s: float) -> set[str]:
-        """Return the trajectories that wait, if no turn of the run has come for `for_s` seconds; else none.
-
-        A call that returns some counts the silence anew.
-        """
-        if not self._waiting or asyncio.get_running_loop().time() < self._silent_since_s + for_s:
-            return set()
-        self._hear()
+    @property
+    def waiting(self) -> set[str]:
+        """The trajectories that wait for a turn."""
         return {call.push.trajectory_id for call in self._waiting.values()}
+
+    def silent_s(self) -> float:
+        """Tell for how long no turn of the run has come; of use only while an episode waits."""
+        return asyncio.get_running_loop().time() - self._silent_since_s
 
     def _hear(self) -> None:
         self._silent_since_s = asyncio.get_running_loop().time()

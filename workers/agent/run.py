@@ -31,7 +31,7 @@ from .slots import Places, Quarantine
 
 log = logging.getLogger(__name__)
 
-STALL_S = 30.0  # a run without any turn for so long gives the places above its share to others
+STALL_S = 30.0  # a run that waits and has had no turn for so long has stalled: see rules/queue/share.py
 WAIT_S = 0.5  # longest wait for work, or for a place: the safety net below the doorbell
 
 
@@ -189,12 +189,17 @@ class RunAgent:
             if claim is not None and claim.fence == fence and (name, fence) not in self._settling:
                 self._episodes[name].cancel()
 
+    @property
+    def is_stalled(self) -> bool:
+        """Tell whether episodes wait, and no turn of the run has come for STALL_S."""
+        return bool(self._caller.waiting) and self._caller.silent_s() >= STALL_S
+
     async def give_back(self, count: int) -> None:
-        """Release `count` trajectories for other runs, if this run has had no turn for STALL_S.
+        """Release `count` trajectories for other runs, of those that wait for a turn.
 
         Choose those claimed last, which are the least far. The next agent to claim them goes on where they are.
         """
-        waiting = self._caller.unanswered(STALL_S)
+        waiting = self._caller.waiting
         chosen = [claim for name, claim in self.claims.items() if name in waiting][-count:]
         if not chosen:
             return

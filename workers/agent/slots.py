@@ -58,8 +58,15 @@ class Places:
         self._runs[run_id] = dataclasses.replace(run, held=run.held + count)
         return count
 
+    def note_stalled(self, run_id: str, is_stalled: bool) -> None:
+        """Note whether the run waits for turns that do not come."""
+        run = self._runs[run_id]
+        if run.is_stalled != is_stalled:
+            self._runs[run_id] = dataclasses.replace(run, is_stalled=is_stalled)
+            self.tell()
+
     def owed(self) -> dict[str, int]:
-        """Count the places that each run must give back if it does not get on: see share.py."""
+        """Count the places that stalled runs must give back: see share.py."""
         return owed(self._total, list(self._runs.values()))
 
     def used(self, run_id: str, taken: int, used: int) -> None:

@@ -125,9 +125,9 @@ class AgentWorker:
                     continue
                 self._agents[name] = RunAgent(self._parts, config, tokenizer)
             self.places.join(name, config.weight)
+            self.places.note_stalled(name, self._agents[name].is_stalled)
         for name, count in self.places.owed().items():
-            if name in self._agents:
-                await self._agents[name].give_back(count)
+            await self._agents[name].give_back(count)
 
     def _say(self) -> WorkerInfo:
         """Make the heartbeat's record; the keeper calls this from its own thread."""

@@ -35,16 +35,17 @@ TO_THE_GOAL = "DDRRDR"  # on FrozenLake's own 4x4 map
 class Setting:
     """A fabric with one run, and a worker played by the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: str = "w") -> None:
+        self.worker = worker
         self.fabric = StandInFabric()
         self.run = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
         self.asked: list[tuple[str, str, int]] = []
 
     async def begin(self) -> Setting:
         await self.fabric.board.create_run(self.run)
-        lease = Lease(worker_id="w", run_id="r1", lease_epoch=1, slot_count=8, lease_until_ms=None)
+        lease = Lease(worker_id=self.worker, run_id=self.run.run_id, lease_epoch=1, slot_count=8, lease_until_ms=None)
         await set_lease(self.fabric.board, lease, None)
-        self.fabric.tables_of("r1").head_version = 4
+        self.fabric.tables_of(self.run.run_id).head_version = 4
         return self
 
     async def push(self, size: int = 1, name: str = "g", **settings: Any) -> None:
@@ -74,7 +75,7 @@ class Setting:
     async def claims(self) -> Exchange:
         turns = self.fabric.turns(self.run)
         while True:
-            exchange = await turns.exchange("w", want=8, lease_epoch=1, active_version=4)
+            exchange = await turns.exchange(self.worker, want=8, lease_epoch=1, active_version=4)
             if exchange.claims:
                 return exchange
             await asyncio.sleep(0.005)
@@ -87,8 +88,8 @@ class Setting:
             left -= len(exchange.claims)
             for claim in exchange.claims:
                 ids = TEXT.encode(TO_THE_GOAL[int(claim.job.turn_id.rsplit(".", 1)[1])])
-                result = result_of(claim.job.turn_id, finish_reason="length", **made_of(ids, "w", 4))
-                await turns.exchange("w", settles=[TurnSettle(claim=claim, result=result)])
+                result = result_of(claim.job.turn_id, finish_reason="length", **made_of(ids, self.worker, 4))
+                await turns.exchange(self.worker, settles=[TurnSettle(claim=claim, result=result)])
 
     async def start_again(self, **settings: Any) -> None:
         """As a trainer that starts again with other settings; returns when an agent has looked for such."""
@@ -243,6 +244,34 @@ async def test_runs_share_the_places_of_one_agent() -> None:
         await until(lambda: len(setting.held()) == 0)
         # and all of them once the first has no more
         await until(lambda: len(other.held("r2")) == 4)
+        await finishing
+
+
+async def test_a_run_that_nobody_generates_leaves_room_for_others_also_between_their_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given an agent that is full of a run whose turns nobody takes, beside a run without work
+    monkeypatch.setattr("rollfab.workers.agent.run.STALL_S", 0.5)
+    setting = await Setting().begin()
+    await setting.push(12)
+    other = Setting("w2")
+    other.fabric, other.run = setting.fabric, dataclasses.replace(setting.run, run_id="r2")
+    await other.begin()
+    async with setting.agent(environment_count=4):
+        await until(lambda: len(setting.held()) == 4)
+        # When it has had no turn for long, then it goes down to its share, and stays there
+        for step in range(2):
+            await until(lambda: len(setting.held()) == 2)
+            await setting.looked_at()
+            assert len(setting.held()) == 2
+            # and the other run has room at once, step by step
+            await other.push(2, name=f"step-{step}")
+            await until(lambda: len(other.held("r2")) == 2)
+            assert len(setting.held()) == 2
+            await other.answer(2 * len(TO_THE_GOAL))
+        # When its turns are generated after all, then it takes what nobody else wants
+        finishing = asyncio.create_task(setting.answer(12 * len(TO_THE_GOAL)))
+        await until(lambda: len(setting.held()) == 4)
         await finishing
 
 

@@ -11,8 +11,10 @@ from rollfab.fabric.rules.queue.share import Sharer, entitled, more, owed
 from rollfab.workers.agent.slots import Places
 
 
-def sharer(run_id: str, held: int = 0, weight: float = 1.0, *, work: bool = True, served: float = 0.0) -> Sharer:
-    return Sharer(run_id=run_id, weight=weight, held=held, may_have_work=work, served=served)
+def sharer(
+    run_id: str, held: int = 0, weight: float = 1.0, *, work: bool = True, served: float = 0.0, stalled: bool = False
+) -> Sharer:
+    return Sharer(run_id=run_id, weight=weight, held=held, may_have_work=work, served=served, is_stalled=stalled)
 
 
 def test_a_run_alone_may_take_everything() -> None:
@@ -24,11 +26,17 @@ def test_a_run_above_its_share_takes_no_more_while_another_has_work() -> None:
     assert (more(100, runs, "a"), more(100, runs, "b")) == (0, 10)
 
 
-def test_a_run_above_its_share_owes_one_place_to_who_has_none_and_all_of_its_surplus_to_who_has_work() -> None:
-    assert owed(100, [sharer("a", 100), sharer("b")]) == {"a": 1}
-    assert owed(100, [sharer("a", 99), sharer("b", 1)]) == {"a": 49}
-    assert owed(100, [sharer("a", 100), sharer("b", work=False)]) == {}
-    assert owed(100, [sharer("a", 60), sharer("b", 30)]) == {"a": 10}  # ten more are free
+def test_a_stalled_run_owes_what_is_above_its_share_whether_others_have_work_or_not() -> None:
+    assert owed(100, [sharer("a", 100, stalled=True), sharer("b")]) == {"a": 50}
+    assert owed(100, [sharer("a", 100, stalled=True), sharer("b", work=False)]) == {"a": 50}
+    assert owed(100, [sharer("a", 100), sharer("b")]) == {}  # it gets on
+    assert owed(100, [sharer("a", 100, stalled=True)]) == {}  # it is alone
+    assert owed(1, [sharer("a", 1, stalled=True), sharer("b", work=False)]) == {}  # a place cannot be divided
+
+
+def test_a_stalled_run_takes_no_more_than_its_share_and_others_take_all_that_is_left() -> None:
+    runs = [sharer("a", 20, stalled=True), sharer("b", work=False), sharer("c", 5)]
+    assert (more(90, runs, "a"), more(90, runs, "c")) == (10, 55)
 
 
 def test_places_are_divided_by_weight() -> None:
@@ -52,6 +60,7 @@ sharers = st.lists(
         held=st.integers(0, 40),
         may_have_work=st.booleans(),
         served=st.floats(0, 100),
+        is_stalled=st.booleans(),
     ),
     min_size=1,
     max_size=6,
@@ -63,8 +72,17 @@ def test_never_more_than_there_are_and_none_stays_empty_while_there_is_work(tota
     free = total - sum(run.held for run in runs)
     wanted = {run.run_id: more(total, runs, run.run_id) for run in runs if run.may_have_work}
     assert all(0 <= count <= max(0, free) for count in wanted.values())
-    if wanted and free > 0:
+    if free > 0 and any(run.may_have_work and not run.is_stalled for run in runs):
         assert sum(wanted.values()) >= free
+
+
+@given(st.integers(1, 100), sharers)
+def test_a_stalled_run_comes_to_hold_no_more_than_its_share(total: int, runs: list[Sharer]) -> None:
+    weights, owing = sum(run.weight for run in runs), owed(total, runs)
+    for run in runs:
+        if run.is_stalled:
+            wanted = more(total, runs, run.run_id) if run.may_have_work else 0
+            assert 0 <= run.held - owing.get(run.run_id, 0) + wanted <= total * run.weight / weights + 1
 
 
 @given(st.integers(1, 100), sharers)
