@@ -32,7 +32,8 @@ TORCH_INDEX ?= $(TORCH_CPU_INDEX)
 # With it set, every start would compile 700 modules of torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-vllm up check test test-all test-fast test-trl test-verl test-vllm sim fuzz bench audit sbom lock lock-vllm lock-audit clean distclean
+.PHONY: help setup demo demo-vllm up check test test-all test-alone test-fast test-long test-slow test-trl test-verl test-vllm test-vllm-alone \
+  test-vllm-shared sim fuzz bench audit sbom lock lock-vllm lock-audit clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | grep -v '^help' | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -59,14 +60,18 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 test: check ## check, then every test but slow ones: less than twelve minutes on two cores
 	$(PYTEST) tests -m "not slow and not alone" $(ARGS)
 
-test-all: check $(VLLM)/.done $(TRL)/.done $(VERL)/.done $(CLIENTS)/.done ## check, then every test: slow ones, a real browser, real vLLM, TRL and verl too
+test-all: check $(CLIENTS)/.done ## check, then every test: slow ones, a real browser, real vLLM, TRL and verl too
 	@tests/e2e/install_chromium.sh
-	$(PYTEST) tests -m "not alone" $(ARGS)
+	@$(BIN)/python -m tests.parts $(if $(MINUTES),--minutes $(MINUTES))
+
+test-slow: $(VENV)/.dev $(CLIENTS)/.done
+	$(PYTEST) tests -m "slow and not long and not alone" $(ARGS)
+
+test-long: $(VENV)/.dev $(CLIENTS)/.done
+	$(PYTEST) tests -m "long and not alone" $(ARGS)
+
+test-alone: $(VENV)/.dev $(CLIENTS)/.done
 	$(BIN)/python -m pytest tests -m alone $(ARGS)
-	$(PYTEST_VLLM_SHARED)
-	$(PYTEST_VLLM_ALONE)
-	$(PYTEST_TRL)
-	$(PYTEST_VERL)
 
 test-trl: $(TRL)/.done ## the tests with the real TRL on the CPU, in an environment of their own
 	$(PYTEST_TRL) $(ARGS)
@@ -81,6 +86,12 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(PYTEST_VLLM) $(ARGS)
 endif
+
+test-vllm-shared: $(VLLM)/.done
+	$(PYTEST_VLLM_SHARED)
+
+test-vllm-alone: $(VLLM)/.done
+	$(PYTEST_VLLM_ALONE)
 
 test-fast: $(VENV)/.dev ## unit and contract tests with few random examples, and a handful of simulated runs
 	$(PYTEST) tests/unit tests/contracts tests/house tests/sim -m "not slow" --hypothesis-profile few $(ARGS)

@@ -49,6 +49,7 @@ def test_frozenlake_is_learnt_through_the_whole_fabric_in_spite_of_a_kill(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_guess_the_number_is_played_too(tmp_path: Path) -> None:
     # Learning it takes seven minutes of a CPU; FrozenLake shows that the fabric learns

@@ -142,6 +142,7 @@ def fill_bounded_memories(redis: Redis) -> None:
     pipeline.execute()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_a_day_of_steady_load_leaves_the_broker_as_it_was(broker: EmbeddedBroker) -> None:
     # Given a broker whose bounded memories are full

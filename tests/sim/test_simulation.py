@@ -17,6 +17,7 @@ from tests.sim.world import Outcome, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 PART = 40  # seeds per test, so that none takes long
+PARTS_AT_FIRST = 4  # the others are played among the long tests
 COUNT = 400  # `make sim SEEDS=1000` plays more
 HANDFUL = 8
 
@@ -43,7 +44,13 @@ def test_every_promise_holds_for_a_handful_of_seeds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("first", range(1 + HANDFUL, 1 + HANDFUL + COUNT, PART))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=pytest.mark.long if n >= PARTS_AT_FIRST else ())
+        for n, first in enumerate(range(1 + HANDFUL, 1 + HANDFUL + COUNT, PART))
+    ],
+)
 def test_every_promise_holds(first: int) -> None:
     assert failures(simulate(draw(seed)) for seed in range(first, first + PART)) == []
 

@@ -89,6 +89,7 @@ def test_a_real_measurement_reports_both_arms() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.redis
 @pytest.mark.timeout(240)  # three fabrics start
 def test_a_real_measurement_of_traces_reports_all_arms_and_that_traces_came(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ SMALL = Shape(lane_count=2, batch_count=4, group_size=2, turn_count=2)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_quick_run_gives_the_keys_that_others_read(capsys: pytest.CaptureFixture[str]) -> None:
     # When a newcomer runs it quickly

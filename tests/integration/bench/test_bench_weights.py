@@ -68,6 +68,7 @@ def states(density: float, count: int = 3, size: int = 50_000) -> list[Bits]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.redis
 @pytest.mark.timeout(600)
 def test_a_small_run_gives_the_keys_that_others_read() -> None:

@@ -80,6 +80,7 @@ def check_training(results: dict[str, Any]) -> None:
 
 @pytest.mark.fault
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.redis
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from rollfab.workers.environments.registry import Registry
 from tests.integration.gateway.exactness import check_exact
 from tests.support.processes.fabric_processes import Processes, processes
 from tests.support.scripted_model import ScriptedModel, scripted_model
+from tests.support.until import PATIENCE
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -106,6 +107,7 @@ def test_what_is_no_reward_is_a_dead_letter_and_never_a_number(fabric: Processes
         assert found[name].rollouts == () and "reward" in failure.reason, failure.reason
 
 
+@pytest.mark.long
 @pytest.mark.fault
 def test_an_agent_worker_that_is_killed_costs_no_generated_token(fabric: Processes) -> None:
     run = fabric.new_run("killed", "lamps", is_lively=True, sampling=SAMPLING)
@@ -134,7 +136,7 @@ def _settled(fabric: Processes, name: str) -> int:
 async def play(taskset: str, task: dict[str, Any], model: ScriptedModel | None = None) -> Played:
     with contextlib.chdir(TASKSETS):
         async with Registry([f"world={PYTHON}:verifiers:{taskset}"]) as registry:
-            world = await registry.open("world")
+            world = await registry.open("world", timeout_s=30.0 * PATIENCE)
             try:
                 address = model.base_url if model is not None else "http://127.0.0.1:9/v1"
                 return await world.play(task, 7, Access(base_url=address, key="rfs-secret"))
@@ -187,7 +189,7 @@ async def test_a_bad_taskset_fails_by_name_and_the_next_episode_is_well(
         access = Access(base_url=model.base_url, key="rfs-secret")
         async with Registry([f"world={PYTHON}:verifiers:bad"], pool=PoolConfig(play_s=6.0)) as registry:
             for each, is_bad in ((task, True), ({"idx": 0}, False)):
-                world = await registry.open("world")
+                world = await registry.open("world", timeout_s=30.0 * PATIENCE)
                 try:
                     if is_bad:
                         with pytest.raises(EnvironmentFailed) as failed:

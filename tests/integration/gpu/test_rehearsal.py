@@ -62,6 +62,7 @@ def test_members_outlive_one_that_dies(records: dict[str, dict[str, Any]]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", TESTS)
 def test_tests_of_ours_run_as_a_step(name: str, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"

@@ -64,6 +64,7 @@ def test_a_path_is_what_the_engine_saw_and_made_and_branches_only_where_the_temp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_thousand_histories_continue_wherever_they_could() -> None:
     """`python -m tests.unit.fabric.chat.world 10000` goes through ten times as many, and counts by family."""

@@ -1,0 +1,92 @@
+"""Run every test, part by part: `make test-all`; within so many minutes with `make test-all MINUTES=85`.
+
+Each part is a target of the Makefile. What tells most goes first. With a limit, a part that would not end in time is
+left out: the first part shows how fast this machine is, and `share` how long the others take beside it. The last lines
+name every part, and what became of it; what was left out is told as left out, never as passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+MARGIN = 1.15  # of an estimate: machines have more to do at one time than at another
+
+
+@dataclass(frozen=True)
+class Part:
+    """name: told at the end. words: for make. share: its time over the first part's, as measured."""
+
+    name: str
+    words: tuple[str, ...]
+    share: float
+
+
+PARTS = (
+    Part("check, and tests but slow ones", ("test",), 1.0),
+    Part("slow tests", ("test-slow",), 0.8),
+    Part("vLLM, side by side", ("test-vllm-shared",), 0.7),
+    Part("tests that need cores for themselves", ("test-alone",), 0.25),
+    Part("vLLM, with cores for itself", ("test-vllm-alone",), 0.45),
+    Part("TRL", ("test-trl",), 0.15),
+    Part("verl", ("test-verl",), 0.25),
+    Part("long tests", ("test-long",), 0.5),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a part. is_good: None where it was left out."""
+
+    name: str
+    is_good: bool | None
+    told: str
+
+
+def run(
+    parts: Sequence[Part], limit_s: float | None, make: Callable[[Part], bool], now_s: Callable[[], float]
+) -> list[Outcome]:
+    """Run what fits into `limit_s` seconds; a part that fails keeps no other from running.
+
+    Args:
+        make: runs a part; returns whether it passed.
+    """
+    begun_s, unit_s, found = now_s(), 0.0, []
+    for part in parts:
+        left_s = None if limit_s is None else limit_s - (now_s() - begun_s)
+        needed_s = MARGIN * part.share * unit_s
+        if left_s is not None and needed_s > left_s:
+            told = f"LEFT OUT: it takes {needed_s / 60:.0f} min, and {max(0.0, left_s) / 60:.0f} are left"
+            found.append(Outcome(part.name, None, f"{told}; make {' '.join(part.words)}"))
+            continue
+        at_s = now_s()
+        is_good = make(part)
+        took_s = now_s() - at_s
+        unit_s = unit_s or took_s / part.share
+        found.append(Outcome(part.name, is_good, f"{'passed' if is_good else 'FAILED'} in {took_s / 60:.1f} min"))
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Run all parts and tell; returns 1 when one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, help="leave out what does not fit; by default nothing is")
+    limit_min = parser.parse_args(words).minutes
+
+    def make(part: Part) -> bool:
+        print(f"\n=== {part.name}: make {' '.join(part.words)}", flush=True)
+        return subprocess.run(["make", *part.words], check=False).returncode == 0
+
+    found = run(PARTS, None if limit_min is None else 60 * limit_min, make, time.monotonic)
+    print("\n=== all parts")
+    for each in found:
+        print(f"{each.name}: {each.told}")
+    return 1 if any(each.is_good is False for each in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
