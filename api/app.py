@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Security
+from fastapi import APIRouter, Depends, FastAPI, Security
 from fastapi.security import HTTPBearer
 
 from .. import __version__
@@ -23,6 +23,7 @@ from ..fabric.model.shown_tokens import Tokenizers
 from .access.auth import Guard
 from .access.config import ApiConfig, check_config
 from .access.connections import BodyLimit
+from .access.parameters import known_parameters
 from .access.problems import install_problems
 from .metrics.scrape import Scraper
 from .page import PageFiles, page_router
@@ -69,9 +70,10 @@ def make_app(ports: Ports, config: ApiConfig, *, training: APIRouter | None = No
         redoc_url=None,
         lifespan=_lifespan(context),
         responses=ERRORS,
-        dependencies=[Security(HTTPBearer(auto_error=False))]
-        if config.has_keys
-        else [],  # says so in the documentation
+        dependencies=[
+            Depends(known_parameters),
+            *([Security(HTTPBearer(auto_error=False))] if config.has_keys else []),  # says so in the documentation
+        ],
     )
     app.state.context = context
     for routes in (health, read, trajectories, history, dead, events, lending):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
 
+from ...fabric.contract.records import WorkerInfo
+from ...fabric.contract.sharing import LendSetting
 from ...fabric.inspect.diagnosing import Cause, read_fabric
 from ...fabric.inspect.diagnosis import is_well
 from ...fabric.ports.queue import BadRow, RunStatus
+from ...fabric.rules.lending.hours import minute_of_week
+from ...fabric.rules.lending.terms import terms
 from ...fabric.rules.queue.curve import FINITE_MAX, RewardBucket
 from ...fabric.rules.queue.push import no_such_run
 from .options import AsJson, Url, need_url, with_ports
@@ -28,13 +32,22 @@ async def snapshot(ports: RedisFabric) -> dict[str, Any]:
     """Read everything the status shows, as plain values."""
     found = await read_fabric(ports.board, has_rewards=True)
     held = (lease for leases in found.survey.leases.values() for lease in leases.values())
+    minute = minute_of_week(found.survey.wall_ms)
     return {
         "runs": [_run_row(run, found.causes[name]) for name, run in found.survey.runs.items()],
-        "workers": [{**asdict(info), "heartbeat_age_ms": max(0, age)} for info, age in found.survey.workers.values()],
+        "workers": [
+            {**asdict(info), "heartbeat_age_ms": max(0, age), "lend": _lend_text(info, found.lends, minute)}
+            for info, age in found.survey.workers.values()
+        ],
         "leases": {lease.worker_id: asdict(lease) for lease in held},
         "lends": {name: asdict(said) for name, said in found.lends.items()},
         "bad_rows": [bad_row(row) for row in found.survey.bad_rows],
     }
+
+
+def _lend_text(info: WorkerInfo, lends: Mapping[str, LendSetting], minute: int) -> str | None:
+    """Tell how a serving worker may be lent now; None: it is none."""
+    return terms(lends, info.worker_id, info.pool, minute).text if info.role == "serving" else None
 
 
 def bad_row(row: BadRow) -> dict[str, Any]:

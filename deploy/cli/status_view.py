@@ -122,6 +122,8 @@ def _workers_table(role: str, rows: Sequence[dict[str, Any]], leases: dict[str, 
         "worker": [row["worker_id"] for row in rows],
         "state": [Cell(row["state"], "red" if row["error"] else "") for row in rows],
         "in use": [f"{row['running_count']}/{row['slot_count']}" if row["slot_count"] else "" for row in rows],
+        "pool": [row["pool"] if is_wide else "" for row in rows],
+        "lend": [row.get("lend") or "" for row in rows],
         "lease": [str(leases[name]["slot_count"]) if (name := row["worker_id"]) in leases else "" for row in rows],
         "run": [row["run_id"] or "" for row in rows],
         "version": [str(row["active_version"]) if row["active_version"] >= 0 else "" for row in rows],
@@ -132,7 +134,7 @@ def _workers_table(role: str, rows: Sequence[dict[str, Any]], leases: dict[str, 
     }
     shown = {name: column for name, column in columns.items() if any(column)}
     title = f"{counted(len(rows), f'{one_line(role)} worker')}"
-    table = new_table(*shown, title=title, left=("worker", "state", "run", "engine"))
+    table = new_table(*shown, title=title, left=("worker", "state", "pool", "lend", "run", "engine"))
     for row in zip(*shown.values(), strict=True):
         table.add_row(*cells(*row))
     return table

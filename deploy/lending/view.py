@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ...fabric.contract.sharing import ALL
 from ...fabric.contract.text import counted, one_line
 from ...fabric.host.command import command
 from ...fabric.rules.lending.terms import subject_text
@@ -24,7 +25,7 @@ def draw_status(seen: dict[str, Any]) -> Group:
             Text(f"nothing was said yet: serving workers only observe. `{command('lend on --pool NAME')}` lends them")
         ]
     if "switched" in seen:
-        said += [Text(line, style="bold") for line in _switched(seen["switched"])]
+        said += [Text(line, style="bold") for line in _switched(seen["switched"], seen["lends"].get(ALL))]
     rows = seen["serving_workers"]
     if not rows:
         return Group(*said, Text("no serving worker is known to the broker"))
@@ -36,8 +37,8 @@ def draw_status(seen: dict[str, Any]) -> Group:
     return Group(*said, table, *said_once(notes, len(rows)))
 
 
-def _switched(row: dict[str, Any]) -> list[str]:
-    """Say who may lend after the switch, and what was given back."""
+def _switched(row: dict[str, Any], all_said: dict[str, Any] | None) -> list[str]:
+    """Say who may lend after the switch, and what was given back. all_said: what is said of all workers."""
     whom, may_lend = row["worker_ids"], row["lending_ids"]
     lines = [f"{subject_text(row['subject'])}, now: {counted(len(may_lend), 'worker')} of {len(whom)} may lend"]
     if row["taken_ids"]:
@@ -54,6 +55,11 @@ def _switched(row: dict[str, Any]) -> list[str]:
         )
     if row["setting"]["mode"] == "on" and len(may_lend) < len(whom):
         lines.append("what holds the others back is said below, under why")
+        if all_said is not None and all_said["mode"] != "on":
+            lines.append(
+                f"{subject_text(ALL)}: {all_said['mode']}, and the strictest word holds: "
+                f"`{command('lend clear --all')}` takes that back"
+            )
     return lines
 
 

@@ -558,6 +558,21 @@ async def test_the_report_the_plan_and_the_metrics_say_what_lending_costs_and_gi
         assert line in text, line
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("v1/runs/r1/trajectories?statee=finished", "has no query parameter 'statee'; did you mean state?"),
+        ("v1/status?since_ms=0", "has no query parameter 'since_ms'; there are none"),
+        ("v1/history?count=3&cout=3", "has no query parameter 'cout'; did you mean count?"),
+    ],
+)
+async def test_a_query_parameter_that_a_route_does_not_take_is_refused_by_name(
+    api: ApiWorld, path: str, said: str
+) -> None:
+    assert (await api.json(path, 422))["message"] == f"/{path.partition('?')[0]} {said}"
+    assert (await api.http.get("?from=a-link")).status_code == 200  # a page's address may carry what others add
+
+
 @pytest.mark.parametrize("value", ["maybe", True, -1, 1.5, None, "3"])
 async def test_a_value_that_is_none_of_the_switchs_changes_nothing(api: ApiWorld, value: Any) -> None:
     await api.beat("serving-1", "serving")

@@ -159,6 +159,12 @@ async def test_the_answer_says_what_was_taken_back_and_who_has_not_answered(desk
     assert "@" in switched["setting"]["said_by"] and switched["setting"]["said_at_ms"] > 0
     again = " ".join((await desk.run("off")).split())
     assert "nothing had to be taken back" in again and "said by" in again
+    # And whoever lends a pool alone is told what still holds it back
+    shown = " ".join((await desk.run("on", "--pool", "chat")).split())
+    assert "now: 0 workers of 2 may lend" in shown
+    assert (
+        "all serving workers: off, and the strictest word holds: " in shown and "lend clear --all` takes that" in shown
+    )
     # And one that does not answer is named
     await desk.run("clear", "--all")
     await desk.run("on", "--pool", "chat")

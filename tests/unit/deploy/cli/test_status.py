@@ -18,7 +18,11 @@ from rollfab.fabric.host.command import command
 
 def drawn(*, width: int = 80, **facts: Any) -> str:
     info = WorkerInfo(worker_id="w1", role="dedicated", pid=1, host="h", **facts)
-    row = {**asdict(info), "heartbeat_age_ms": 100}
+    return drawn_row(asdict(info), width=width)
+
+
+def drawn_row(facts: dict[str, Any], *, width: int) -> str:
+    row = {**facts, "heartbeat_age_ms": 100}
     console = Console(width=200)
     with console.capture() as capture:
         console.print(draw({"runs": [], "workers": [row], "leases": {}, "lends": {}, "bad_rows": []}, width=width))
@@ -42,6 +46,13 @@ def test_what_a_worker_holds_and_how_far_off_its_guard_is_are_shown_where_there_
     assert "1.5 GiB + 70.0 GiB" in text and "6%, P95 20%" in text
     for bare in (drawn(width=120), drawn(**facts, step_error_fraction_p50=0.06, step_error_fraction_p95=0.2)):
         assert "memory" not in bare and "steps off" not in bare
+
+
+def test_how_a_serving_worker_is_lent_is_shown_and_its_pool_where_there_is_room() -> None:
+    info = WorkerInfo(worker_id="w1", role="serving", pid=1, host="h", pool="chat")
+    for width, has_pool in ((80, False), (120, True)):
+        text = drawn_row({**asdict(info), "lend": "observe"}, width=width)
+        assert "lend" in text and "observe" in text and ("chat" in text) is has_pool
 
 
 def test_a_worker_without_an_engine_is_drawn() -> None:
