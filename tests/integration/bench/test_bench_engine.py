@@ -7,12 +7,14 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import Group
+from tests.bench.cli import app
 from tests.bench.engine.arms import Rollouts, same_fraction
 from tests.bench.engine.control import Stop, row, worst
-from tests.bench.engine.main import FULL, QUICK, bench_engine
+from tests.bench.engine.main import FULL, QUICK
 from tests.bench.engine.offline import Answers
 from tests.bench.overhead.arms import CONTEXT_TOKENS, GROUP_SIZE, SLOT_COUNT, count_tokens
 from tests.bench.worlds import Metronome
@@ -134,8 +136,7 @@ def test_the_headline_is_the_worst_batch_and_the_worst_limit() -> None:
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_without_vllm_it_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_engine(quick=True, json_output=True) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "make bench BENCH=engine" in said.err
+def test_without_vllm_it_says_what_to_type() -> None:
+    said = CliRunner().invoke(app, ["engine", "--quick", "--json"])
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert "make bench BENCH=engine" in said.stderr
