@@ -24,6 +24,7 @@ PLAIN = {
     "tails": "Groups that take long first, over first come, first served: the time of a step with stragglers.",
     "engine": "vLLM through the whole fabric, over vLLM's own offline generate; and how soon it stops when told to.",
     "gateway": "Chat completions through the gateway, over the same vLLM server asked directly: ms and tokens.",
+    "placement": "What the broker pays to give out one job, by how many workers and trajectories there are.",
     "resume": "Turns taken from one worker in the middle: how soon they go on at another, and whether exactly.",
     "page": "The page and its api before a large fabric: how fast they answer, and what they cost the broker.",
     "evaluation": "What an evaluation costs the training's groups beside it, over the same in a fabric of its own.",

@@ -122,7 +122,7 @@ class Lane:
         return [*begin, *turn * self._shape.turn_count, *end]
 
     async def push_groups(self) -> None:
-        groups = [_group(self._shape.group_size) for _ in range(self._shape.batch_count // self._shape.group_size)]
+        groups = [new_group(self._shape.group_size) for _ in range(self._shape.batch_count // self._shape.group_size)]
         taken = await self._rollouts.push(groups)
         assert all(taken)
         self._tally.pushed.update(job.trajectory_id for group in groups for job in group.jobs)
@@ -133,7 +133,7 @@ class Lane:
         assert len(self._claims) == self._shape.batch_count
 
     async def push_turns(self) -> None:
-        pushes = [_turn(claim, self._turn_index, self.agent_id) for claim in self._claims]
+        pushes = [new_turn(claim, self._turn_index, self.agent_id) for claim in self._claims]
         assert not any(await self._turns.push(self.agent_id, pushes))
         self._turn_index += 1
 
@@ -196,7 +196,7 @@ async def live(lanes: list[Lane], pass_count: int) -> None:
     await asyncio.gather(*map(go, lanes))
 
 
-def _group(size: int) -> GroupPush:
+def new_group(size: int) -> GroupPush:
     group_id = new_group_id()
     task: dict[str, Any] = {"map": "4x4"}
     jobs = tuple(
@@ -213,7 +213,7 @@ def _group(size: int) -> GroupPush:
     return GroupPush(group_id=group_id, task_id="task", task=task, jobs=jobs)
 
 
-def _turn(claim: TrajectoryClaim, index: int, agent_id: str) -> TurnPush:
+def new_turn(claim: TrajectoryClaim, index: int, agent_id: str) -> TurnPush:
     name = claim.job.trajectory_id
     job = TurnJob(turn_id=turn_id(name, index), agent_id=agent_id, sampling=Sampling(), prompt_ids=PROMPT_IDS)
     return TurnPush(trajectory_id=name, fence=claim.fence, job=job)
