@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,14 +24,30 @@ def register(app: typer.Typer) -> None:
         scenario: Annotated[str, typer.Argument(help=f"A TOML file, or one of {', '.join(SAMPLES)}.")],
         arms: Annotated[str, typer.Option(help="Comma-separated; default: the scenario's.")] = "",
         seeds: Annotated[int | None, typer.Option(help="So many, from 0; default: the scenario's.", min=1)] = None,
+        report: Annotated[
+            Path | None,
+            typer.Option(
+                help="A new file, .html: the tables, and what happened when (each arm's first seed).",
+                show_default=False,
+            ),
+        ] = None,
         json: AsJson = False,
     ) -> None:
         """Simulate a cluster under production's rules beside other ways to run it. Every figure is simulated."""
         from .report import results, show_results
 
         wanted = chosen(read_scenario(scenario), arms, seeds)
-        found = results(wanted, run_all(wanted))
+        if report is not None:
+            _check_report(report)
+        timelines: dict[int, Any] = {}
+        runs = run_all(wanted, None if report is None else timelines)
+        found = results(wanted, runs)
         show_json(found) if json else show_results(found)
+        if report is not None:
+            from .page import write_page
+
+            write_page(found, [(runs[index], timeline) for index, timeline in timelines.items()], report)
+            Console(stderr=json).print(f"the report is in {report}", highlight=False)
 
     @app.command()
     def plan(
@@ -43,6 +61,22 @@ def register(app: typer.Typer) -> None:
 
         found = made(chosen(read_scenario(scenario), "", seeds))
         show_json(found) if json else show_plan(found)
+
+
+def _check_report(path: Path) -> None:
+    """Require that a report can be written, before minutes of simulating.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if path.suffix != ".html":
+        raise ConfigError(f"--report {path} ends in {path.suffix or 'no suffix'}: name it .html")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--report: the directory of {path} is not there: make it first")
+    if path.exists():
+        raise ConfigError(f"--report {path} is there already: name another file, or move it away")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--report draws with matplotlib, which is not installed: pip install matplotlib")
 
 
 def chosen(scenario: Scenario, arms: str, seed_count: int | None) -> Scenario:
@@ -64,15 +98,22 @@ def chosen(scenario: Scenario, arms: str, seed_count: int | None) -> Scenario:
     return replace(scenario, simulation=part)
 
 
-def run_all(scenario: Scenario) -> list[Any]:
-    """Simulate every arm on every seed at every load; says on stderr how far it is."""
+def run_all(scenario: Scenario, timelines: dict[int, Any] | None = None) -> list[Any]:
+    """Simulate every arm on every seed at every load; says on stderr how far it is.
+
+    timelines: gets the time line of each arm's first seed, by the number of its run; None: none is kept.
+    """
     from .run import simulate
+    from .timeline import Timeline
 
     part, console = scenario.simulation, Console(stderr=True)
     wanted = [(load, arm, seed) for load in scenario.serving.loads for arm in part.arms for seed in part.seeds]
-    found = []
+    found: list[Any] = []
     for number, (load, arm, seed) in enumerate(wanted, 1):
         if console.is_terminal:
             console.print(f"{number} of {len(wanted)}: {arm}, load {load:g}, seed {seed}", style="dim", end="\r")
-        found.append(simulate(scenario, arm, load=load, seed=seed))
+        timeline = Timeline() if timelines is not None and seed == part.seeds[0] else None
+        if timelines is not None and timeline is not None:
+            timelines[len(found)] = timeline
+        found.append(simulate(scenario, arm, load=load, seed=seed, timeline=timeline))
     return found

@@ -16,6 +16,7 @@ from .scenario import Scenario
 TAG = f"simulated; {COST_MODEL_ERROR}; not validated against real runs"
 RESAMPLE_COUNT = 2000
 BASE = "fixed"
+COLUMNS = ("arm", "step s", "x fixed", "h", "h/H*", "in SLO %", "worst", "P99 ms", "wasted")
 
 Figure = dict[str, float]  # mean, low, high
 
@@ -84,17 +85,17 @@ def show_results(found: dict[str, Any]) -> None:
     scenario, console = found["scenario"], Console()
     own, lent = scenario["cluster"]["dedicated"], scenario["cluster"]["serving"]
     for part in found["by_load"]:
-        columns = ("arm", "step s", "x fixed", "h", "h/H*", "in SLO %", "worst", "P99 ms", "wasted")
         title = f"{scenario['name']} simulated: {own}+{lent} GPUs, {scenario['work']['kind']}, load {part['load']:g}"
-        table = new_table(*columns, title=title, left=("arm",))
+        table = new_table(*COLUMNS, title=title, left=("arm",))
         for name, row in part["arms"].items():
-            table.add_row(Cell(name), *_cells(row))
+            table.add_row(Cell(name), *cells_of(row))
         console.print(table)
-    for note in _notes(found):
+    for note in notes_of(found):
         console.print(note, style="dim", highlight=False)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def cells_of(row: dict[str, Any]) -> list[str]:
+    """Write what COLUMNS name of an arm, but its name."""
     served, over = row["served"], row["over_fixed"]
     slo = ("-", "-", "-")
     if served:
@@ -110,7 +111,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _notes(found: dict[str, Any]) -> list[str]:
+def notes_of(found: dict[str, Any]) -> list[str]:
+    """Say what the figures are."""
     seeds = found["scenario"]["simulation"]["seeds"]
     return [
         f"All figures are {found['tag']}.",

@@ -21,6 +21,7 @@ from .machine.cost import Model, kv_room_tokens, model_of
 from .machine.serving import Served, served
 from .machine.workload import KINDS, StepPlan, draw_step
 from .scenario import Scenario
+from .timeline import Timeline
 from .training import StepTimes, Trainer
 
 LOAD_S_MAX = 3400.0  # of a trace; it is repeated
@@ -133,8 +134,8 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
     )
 
 
-def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int) -> Run:
-    """Simulate a scenario's steps.
+def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int, timeline: Timeline | None = None) -> Run:
+    """Simulate a scenario's steps. timeline: is told what happens when.
 
     Raises:
         ConfigError, InputError: it cannot be simulated.
@@ -170,6 +171,8 @@ def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int) -> Ru
     )
     trainer.start()
     lender.start(cluster)
+    if timeline is not None:
+        timeline.watch(cluster)
     limit_s = scenario.simulation.hours_max * 3600
     cluster.events.run(lambda: trainer.is_over, limit_s)
     cluster.check()
@@ -183,6 +186,8 @@ def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int) -> Ru
     done = plans[int(arm.is_ahead) :][: len(steps)]
     spare_gpus = _spare_gpus(scenario, load, seed, cluster.setup.lendable)
     run = _summed(cluster, (arm_name, load), steps, done, spare_gpus, cpu_s)
+    if timeline is not None:
+        timeline.end(cluster)
     check_bounds(run, arm)
     return run
 

@@ -34,6 +34,7 @@ TRUST_IDLE_S = 1.0  # where serving has nothing to do: an arrival ends it
 SHUT_S = 0.05  # between two looks at a guard that is shut
 SWITCH_S = 0.0011  # there and back between two engines of a GPU; a guess, not measured
 FOREVER = 1 << 60
+TINY_S = 1e-12  # to divide by
 ACCOUNT_S = 1e-6  # of a run's seconds, that rounding may lose
 
 
@@ -105,6 +106,12 @@ class Engine:
     def turns(self) -> list[Turn]:
         """Return its turns, in about the order in which they were begun."""
         return [*self.decoding, *self.prefilling]
+
+    def used_s(self) -> tuple[float, float]:
+        """Return the seconds of rollouts and of serving until now, those of the stretch under way included."""
+        passed_s = min(self._events.now_s - self._start_s, self._seconds(self._count)) if self._count else 0.0
+        part = passed_s / max(self._roll_s + self._serve_s + self._swap_s, TINY_S)
+        return self.rollout_s + part * self._roll_s, self.serving_s + part * self._serve_s
 
     def made(self, turn: Turn) -> int:
         """Count the tokens of one of its turns."""

@@ -201,8 +201,7 @@ def served(requests: Sequence[Request], slo: Slo, ended_s: float) -> Served | No
     """Sum up requests once serving was drained; None: there was none."""
     if not requests:
         return None
-    ttfts = [1000 * (ended_s - e.at_s if math.isnan(e.first_s) else e.first_s - e.at_s) for e in requests]
-    tpots = [_tpot_ms(each) for each in requests]
+    ttfts, tpots = latencies_ms(requests, ended_s)
     both = [a <= slo.ttft_ms and b <= slo.tpot_ms for a, b in zip(ttfts, tpots, strict=True)]
     minutes: dict[int, list[bool]] = {}
     for each, was in zip(requests, both, strict=True):
@@ -218,6 +217,12 @@ def served(requests: Sequence[Request], slo: Slo, ended_s: float) -> Served | No
         tpot_ms_p99=percentile(tpots, 0.99),
         worst_minute=min(sum(each) / len(each) for each in minutes.values()),
     )
+
+
+def latencies_ms(requests: Sequence[Request], ended_s: float) -> tuple[list[float], list[float]]:
+    """Return the times to first token, and per token after it, of requests that had until `ended_s`."""
+    ttfts = [1000 * (ended_s - e.at_s if math.isnan(e.first_s) else e.first_s - e.at_s) for e in requests]
+    return ttfts, [_tpot_ms(each) for each in requests]
 
 
 def _tpot_ms(request: Request) -> float:

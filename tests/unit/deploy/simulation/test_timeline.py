@@ -1,0 +1,92 @@
+"""What `rollfab sim --report` draws: samples that change nothing, and a file that is whole, new and tagged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollfab.deploy.main import app
+from rollfab.deploy.simulation.page import write_page
+from rollfab.deploy.simulation.report import TAG, results
+from rollfab.deploy.simulation.run import simulate
+from rollfab.deploy.simulation.timeline import SAMPLE_S, Timeline, by_minute
+from rollfab.fabric.contract.errors import ConfigError
+from tests.support.simulated import SMALL, outcome, run
+
+SLACK = 1e-6  # of an instance's seconds, by rounding and by what a stretch's growth moves between its two engines
+
+
+def watched(arm: str) -> Timeline:
+    """The time line of a small run, which is the run that it is without one."""
+    timeline = Timeline()
+    found = simulate(SMALL, arm, load=0.25, seed=0, timeline=timeline)
+    bare = run(arm)
+    assert outcome(replace(found, events=0)) == outcome(replace(bare, events=0))
+    assert {round(after.at_s - before.at_s, 6) for before, after in pairwise(timeline.moments)} == {SAMPLE_S}
+    return timeline
+
+
+@pytest.mark.parametrize("arm", ["ours", "share-all", "rose"])
+def test_no_instance_is_ever_used_for_longer_than_time_passed(arm: str) -> None:
+    timeline = watched(arm)
+    for before, after in pairwise(timeline.moments):
+        own_s, lent_s, serving_s = (
+            getattr(after, name) - getattr(before, name) for name in ("own_s", "lent_s", "serving_s")
+        )
+        assert 0 <= own_s <= SAMPLE_S * (1 + SLACK)
+        assert lent_s + serving_s <= SAMPLE_S * 1.01
+        assert min(lent_s, serving_s) >= -0.01 * SAMPLE_S
+    assert max(each.running for each in timeline.moments) > 0
+    assert any(any(each.leased) for each in timeline.moments)
+
+
+def test_minutes_have_the_p99_of_the_requests_that_came_in_them() -> None:
+    timeline = watched("fixed")
+    rows = by_minute(timeline.requests, 1e6)
+    assert [at_s for at_s, _, _ in rows] == [60.0 * n for n in range(len(rows))]
+    assert all(0 < tpot_ms < ttft_ms < 500 for _, ttft_ms, tpot_ms in rows)
+
+
+def test_the_file_has_every_table_and_a_figure_of_each_arm(tmp_path: Path) -> None:
+    scenario = replace(
+        SMALL, name="<b>small</b>", simulation=replace(SMALL.simulation, arms=("fixed", "ours"), seeds=(0,))
+    )
+    shown = []
+    for arm in scenario.simulation.arms:
+        timeline = Timeline()
+        shown.append((simulate(scenario, arm, load=0.25, seed=0, timeline=timeline), timeline))
+    path = tmp_path / "report.html"
+    write_page(results(scenario, [each for each, _ in shown]), shown, path)
+    text = path.read_text("utf-8")
+    assert TAG in text and text.count("<svg") == text.count("</svg>") == 2 and text.endswith("</html>\n")
+    assert "&lt;b&gt;small" in text and "<b>small" not in text
+    assert "src=" not in text and "http-equiv" not in text  # nothing is loaded from elsewhere
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("report.txt", "ends in .txt: name it .html"),
+        ("report", "ends in no suffix: name it .html"),
+        ("nowhere/report.html", "is not there: make it first"),
+        ("there.html", "is there already: name another file, or move it away"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    monkeypatch.setattr("rollfab.deploy.simulation.command.run_all", _not_called)
+    (tmp_path / "there.html").write_text("mine")
+    with pytest.raises(ConfigError, match=told):
+        CliRunner().invoke(app, ["sim", "s0", "--report", str(tmp_path / name)], catch_exceptions=False)
+    assert (tmp_path / "there.html").read_text() == "mine"
+
+
+def _not_called(*_: object) -> Callable[[], None]:
+    raise AssertionError("simulated")
