@@ -37,7 +37,7 @@ from rollfab.deploy.replay.figures import Report, number, percentile, show
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.ids import trajectory_id
-from rollfab.fabric.contract.lease_plan import Sample, ServingSample
+from rollfab.fabric.contract.lease_plan import LeaseSample, Sample, ServingSample
 from rollfab.fabric.contract.records import DeadLetter, Rollout, RunConfig, Span, TrajectoryJob, WorkerInfo
 from rollfab.fabric.inspect.history import SAMPLE_ROW_COUNT_MAX
 from rollfab.fabric.opened import RedisFabric
@@ -113,6 +113,14 @@ VIEWS = {
         reads=((f"{LARGE}/trajectories/{{name}}", 2.0),),
     ),
     "workers": View(address="workers", shown=("#worker-count", "dedicated"), reads=(SHARING,)),
+    "leases": View(
+        address="workers?show=leases",
+        shown=("[data-f=lease-legend]", "guard shut"),
+        reads=(
+            SHARING,
+            ("/v1/leases/history?since_ms=0&" + "&".join(f"worker=worker-{each:04}" for each in range(50)), 30.0),
+        ),
+    ),
     "serving": View(address="serving", shown=("#serving", "worker-0000"), reads=(SHARING, HISTORY)),
     "dead": View(
         address="dead",
@@ -193,7 +201,10 @@ class World:
             made: Any = {"token_count": 9_000 * index, "rollout_count": 9 * index}
             time_ms = now_ms - 60_000 * (SAMPLE_COUNT - index)
             rows = tuple(serving_sample(f"worker-{4 * each:04}", index) for each in range(SAMPLE_ROW_COUNT_MAX))
-            sample = Sample(time_ms=time_ms, worker_count=1_000, runs=(), serving=rows, **made, **counts)
+            leases = tuple(
+                lease_sample(each, index, time_ms) for each in range(index % 4, self.settings.worker_count, 4)
+            )
+            sample = Sample(time_ms=time_ms, worker_count=1_000, runs=(), serving=rows, leases=leases, **made, **counts)
             await board.add_sample(term, sample)
 
 
@@ -211,6 +222,15 @@ def long_rollout(job: TrajectoryJob) -> Rollout:
         logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
         spans=tuple(Span(240 * turn, 240 * turn + 200, f"w{turn % 3}", turn // 4) for turn in range(LONG_TURN_COUNT)),
         turn_count=LONG_TURN_COUNT,
+    )
+
+
+def lease_sample(worker: int, index: int, time_ms: int) -> LeaseSample:
+    """What a worker holds from one sample on: every fourth minute something else."""
+    run_id, slot_count = (RUN.run_id, 64) if index % 8 < 4 else ("", 0)
+    guard = ("open", "shut")[index % 8 < 4] if worker % 4 == 0 else ""
+    return LeaseSample(
+        worker_id=f"worker-{worker:04}", since_ms=time_ms, run_id=run_id, slot_count=slot_count, guard_state=guard
     )
 
 
