@@ -103,6 +103,7 @@ class ServingSample:
 
     worker_id: str
     guard_state: str
+    """open, narrow, shut or silent; empty: it has no guard."""
     slot_count: int
     """Of its lease; 0: none."""
     token_count: int

@@ -35,8 +35,8 @@ class RunPoint:
 class ServingPoint:
     """One serving worker between two samples: what its users saw, and what it lent."""
 
-    guard_state: str
-    """open, narrow, shut or silent, at the end of it."""
+    guard_state: str | None
+    """open, narrow, shut or silent, at the end of it; null: it had no guard."""
     slot_count: int
     """Of its lease, at the end of it; 0: none."""
     tokens_per_s: float
@@ -128,7 +128,7 @@ def _serving(info: WorkerInfo, slot_count: int, report: SharingReport | None) ->
     found = report or SharingReport(worker_id=info.worker_id)
     return ServingSample(
         worker_id=info.worker_id,
-        guard_state=info.guard_state or "silent",
+        guard_state=info.guard_state or "",
         slot_count=slot_count,
         token_count=found.token_count,
         request_count=int(found.shared.get("request_count", 0)),
@@ -197,7 +197,7 @@ def _run_point(before: RunSample | None, after: RunSample, span_s: float) -> Run
 
 def _serving_point(before: ServingSample | None, after: ServingSample, span_s: float) -> ServingPoint:
     return ServingPoint(
-        guard_state=after.guard_state,
+        guard_state=after.guard_state or None,
         slot_count=after.slot_count,
         tokens_per_s=_rate(before.token_count if before else 0, after.token_count, span_s),
         request_count=_grown(before.request_count if before else 0, after.request_count),

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.lease_plan import RunSample, Sample, ServingSample
-from rollfab.fabric.inspect.history import HistoryPoint, lending_verdicts, points
+from rollfab.fabric.contract.records import WorkerInfo
+from rollfab.fabric.inspect.history import HistoryPoint, lending_verdicts, points, sample_of
+from rollfab.fabric.ports.queue import Survey
 
 RUN = RunSample(
     run_id="r1", token_count=0, rollout_count=0, groups_waiting=1, dead_count=0, head_version=3, cause="moves"
@@ -63,6 +65,19 @@ def test_a_worker_that_began_anew_and_one_that_is_new_count_from_0() -> None:
     assert point.serving["s1"].tokens_per_s == 10.0
     (point,) = points([EMPTY, sample(1, 600)], 10)
     assert point.serving["s1"].tokens_per_s == 10.0
+
+
+@pytest.mark.parametrize("guard_state", [None, "shut"])
+def test_a_serving_worker_without_a_guard_is_told_without_one(guard_state: str | None) -> None:
+    info = WorkerInfo(worker_id="s1", role="serving", pid=1, host="h", guard_state=guard_state)
+    samples = [
+        sample_of(
+            Survey(runs={}, workers={"s1": (info, 0)}, leases={}, assignments={}, wall_ms=60_000 * minute), {}, {}
+        )
+        for minute in (1, 2)
+    ]
+    (point,) = points(samples, 10)
+    assert point.serving["s1"].guard_state == guard_state
 
 
 def test_a_clock_that_was_set_back_makes_no_point() -> None:
