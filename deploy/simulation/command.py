@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,11 +43,11 @@ def register(app: typer.Typer) -> None:
         timelines: dict[int, Any] = {}
         runs = run_all(wanted, None if report is None else timelines)
         found = results(wanted, runs)
+        wrong = None if report is None else _write_report(found, runs, timelines, report)
         show_json(found) if json else show_results(found)
+        if wrong is not None:
+            raise ConfigError(wrong)
         if report is not None:
-            from .page import write_page
-
-            write_page(found, [(runs[index], timeline) for index, timeline in timelines.items()], report)
             Console(stderr=json).print(f"the report is in {report}", highlight=False)
 
     @app.command()
@@ -73,10 +74,23 @@ def _check_report(path: Path) -> None:
         raise ConfigError(f"--report {path} ends in {path.suffix or 'no suffix'}: name it .html")
     if not path.parent.is_dir():
         raise ConfigError(f"--report: the directory of {path} is not there: make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--report: you may not write into the directory of {path}: name a file elsewhere")
     if path.exists():
         raise ConfigError(f"--report {path} is there already: name another file, or move it away")
     if find_spec("matplotlib") is None:
         raise ConfigError("--report draws with matplotlib, which is not installed: pip install matplotlib")
+
+
+def _write_report(found: dict[str, Any], runs: list[Any], timelines: dict[int, Any], path: Path) -> str | None:
+    """Write it before anything is printed, as whoever reads that may go away; returns why it could not be."""
+    from .page import write_page
+
+    try:
+        write_page(found, [(runs[index], timeline) for index, timeline in timelines.items()], path)
+    except OSError as error:
+        return f"--report {path} cannot be written: {error.strerror or error}"
+    return None
 
 
 def chosen(scenario: Scenario, arms: str, seed_count: int | None) -> Scenario:

@@ -88,5 +88,18 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_simulated
     assert (tmp_path / "there.html").read_text() == "mine"
 
 
+def test_a_disk_that_is_full_costs_the_report_and_not_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rollfab.deploy.simulation.page.write_private", full)
+    path = tmp_path / "report.html"
+    done = CliRunner().invoke(app, ["sim", "s0", "--arms", "fixed", "--seeds", "1", "--report", str(path)])
+    assert "s0 simulated" in done.stdout and isinstance(done.exception, ConfigError)
+    assert str(done.exception) == f"--report {path} cannot be written: No space left on device"
+
+
 def _not_called(*_: object) -> Callable[[], None]:
     raise AssertionError("simulated")
