@@ -34,7 +34,6 @@ from .routes import dead, events, health, history, lending, read, trajectories
 from .routes.context import Context
 from .schemas.answers import Problem
 from .schemas.base import all_requests
-from .schemas.lending import LendRequest
 from .training.words import TRAINING
 
 __all__ = ["ApiConfig", "make_app"]
@@ -95,7 +94,7 @@ class Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Describe the api; pydantic calls optional what has a default, though it is always written."""
         document = super().openapi()
-        requests = {LendRequest.__name__, *(each.__name__ for each in all_requests())}
+        requests = {each.__name__ for each in all_requests()}
         for name, schema in document["components"]["schemas"].items():
             if name not in requests:
                 schema["required"] = list(schema["properties"])

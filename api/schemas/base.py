@@ -11,9 +11,13 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter, model_validator
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from ...fabric.contract.text import did_you_mean
+
+FIELDS_NAMED_MAX = 20
 
 V = TypeVar("V", bound="Model | Shown")
 
@@ -28,6 +32,20 @@ class Request(BaseModel):
     """Base of what callers send: a field that is not known is refused."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_what_is_unknown(cls, sent: Any) -> Any:
+        """Say of fields that are not known which are, and where a run's settings go."""
+        unknown = sorted(sent.keys() - cls.model_fields.keys(), key=str) if isinstance(sent, dict) else []
+        if not unknown:
+            return sent
+        words = [
+            f"there is no field {str(name)[:100]!r}; {did_you_mean(str(name), cls.model_fields)}" for name in unknown
+        ]
+        if "settings" in cls.model_fields:
+            words.append('settings of the run go into "settings"')
+        raise PydanticCustomError("unknown_field", "{words}", {"words": "; ".join(words[:FIELDS_NAMED_MAX])})
 
 
 def all_requests() -> list[type[Request]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import Field, StrictInt, model_validator
 
 from ...fabric.contract.lease_plan import LeasePlan
 from ...fabric.contract.limits import SLOT_COUNT_MAX
 from ...fabric.contract.sharing import LendSetting, SharingReport
 from ...fabric.rules.lending.terms import TEXT_LENGTH_MAX, WINDOW_COUNT_MAX, LendTerms
 from ...fabric.rules.serving.tax import SharingTotals
-from .base import Model, Shown
+from .base import Model, Request, Shown
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Slots = Annotated[StrictInt, Field(ge=0, le=SLOT_COUNT_MAX)]
@@ -26,10 +26,8 @@ class LendSettingView(Shown, LendSetting):
     """A worker's id, pool:NAME, or * for all."""
 
 
-class LendRequest(BaseModel):
+class LendRequest(Request):
     """A serving team's change. A field that is left out stays as it is; a bound of null is taken away."""
-
-    model_config = ConfigDict(extra="forbid")
 
     value: Literal["on", "observe", "off"] | Slots | None = Field(
         default=None,
