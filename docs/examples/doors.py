@@ -40,8 +40,11 @@ def tasks(count: int, first: int) -> list[dict[str, Any]]:
     return [{"seed": index} for index in range(first, first + count)]
 
 
-def train(directory: Path, *, url: str | None = None, seed: int = 0) -> list[float]:
-    """Train the tiny model until it plays well, in 100 steps at most; return the mean reward of each step."""
+def train(directory: Path, *, url: str | None = None, seed: int = 0, enough: float = ENOUGH) -> list[float]:
+    """Train the tiny model until it plays well, in 100 steps at most; return the mean reward of each step.
+
+    A run may get no further than to half of it: so small a model explores by luck. Another seed is another run.
+    """
     import torch
 
     import rollfab
@@ -69,7 +72,7 @@ def train(directory: Path, *, url: str | None = None, seed: int = 0) -> list[flo
             print(f"step {facts['step']:3}  reward {facts['reward_mean']:.2f}", flush=True)
 
         loop = TrainingLoop(run, settings, tasks, seed=seed, directory=directory, report=report)
-        return loop.train(reward_enough=ENOUGH).rewards
+        return loop.train(reward_enough=enough).rewards
 
 
 if __name__ == "__main__":
