@@ -23,10 +23,12 @@ import numpy as np
 import orjson
 
 from ...fabric.contract.errors import ConfigError, FabricError, InputError
+from ...fabric.host.files import read_regular
 from .generated import Generator, parse_json, read_burstgpt, read_curve, read_servegen
 from .records import Arrival
 from .scale import at_rate, window
 
+BYTES_MAX = 4 << 30  # of a trace, packed or not
 SAMPLES = ("azure-conv", "azure-code")
 GENERATED_S = 3600.0  # how much is made when no duration is given
 
@@ -95,7 +97,7 @@ def _bytes(source: str | Path) -> tuple[str, bytes]:
         if name in SAMPLES:
             data = files(__package__).joinpath("data", f"{name}.csv.gz").read_bytes()
         else:
-            data = path.read_bytes()
+            data = read_regular(path, BYTES_MAX)
         return name, decompress(data) if data.startswith(b"\x1f\x8b") else data
     except FileNotFoundError as error:
         known = ", ".join(SAMPLES)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.text import did_you_mean
+from ...fabric.host.files import read_regular
 from ...fabric.host.options import Described, describe
 from ..cli.arguments import find_secret
 from .options import TABLES
@@ -36,11 +37,9 @@ def read_config(path: Path) -> Tables:
         ConfigError: names the file, the key, and what is wrong with it.
     """
     try:
-        size = path.stat().st_size
-        if not path.is_file() or size > CONFIG_BYTES_MAX:  # a pipe would be waited for, a device read without end
-            what = f"has {size:,} bytes, and may have {CONFIG_BYTES_MAX:,}" if path.is_file() else "is no regular file"
-            raise ConfigError(f"{path} {what}: name a TOML file", option="--config")
-        tables = tomllib.loads(path.read_text("utf-8"))
+        tables = tomllib.loads(read_regular(path, CONFIG_BYTES_MAX).decode("utf-8"))
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}: name a TOML file", option="--config") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", option="--config") from error
     except ValueError as error:  # as TOML, or as text

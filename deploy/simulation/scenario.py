@@ -14,6 +14,7 @@ from typing import Any
 
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.text import did_you_mean
+from ...fabric.host.files import read_regular
 from .arms import ARMS
 from .machine.workload import KINDS
 
@@ -154,10 +155,7 @@ def _text(source: str | Path) -> str:
     try:
         if name in SAMPLES:
             return files(__package__).joinpath("data", f"{name}.toml").read_text("utf-8")
-        path = Path(source)
-        if path.is_file() and path.stat().st_size > BYTES_MAX:
-            raise ConfigError(f"{name} has {path.stat().st_size:,} bytes, a scenario at most {BYTES_MAX:,}")
-        return path.read_text("utf-8")
+        return read_regular(Path(source), BYTES_MAX).decode("utf-8")
     except FileNotFoundError as error:
         raise ConfigError(f"no scenario {name!r}: give a TOML file, or one of {', '.join(SAMPLES)}") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from ....fabric.contract.errors import ConfigError
 from ....fabric.contract.text import did_you_mean
+from ....fabric.host.files import read_regular
 from ....fabric.rules.serving.facts import StepWork
 
+BYTES_MAX = 1 << 20  # of a table
 MEASURED = ("fixed_ms", "weights_ms", "token_us", "context_us_per_1000", "attention_ns")
 COST_MODEL_ERROR = "TPOT within 3 % of measured vLLM (Qwen3-32B on H100), prefill optimistic"
 
@@ -66,7 +68,7 @@ def models(path: str = "") -> dict[tuple[str, str, int], Model]:
     """
     try:
         shipped = files(__package__.rpartition(".")[0]).joinpath("data", "step_times.csv")
-        text = Path(path).read_text("utf-8") if path else shipped.read_text("utf-8")
+        text = read_regular(Path(path), BYTES_MAX).decode("utf-8") if path else shipped.read_text("utf-8")
         return dict(_model(row) for row in csv.DictReader(text.splitlines()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"step times {path}: {error!r}: see deploy/simulation/data/README.md") from error
