@@ -28,13 +28,13 @@ class Part:
 
 PARTS = (
     Part("check, and tests but slow ones", ("test",), 1.0),
-    Part("slow tests", ("test-slow",), 0.8),
-    Part("vLLM, side by side", ("test-vllm-shared",), 0.7),
-    Part("tests that need cores for themselves", ("test-alone",), 0.25),
-    Part("vLLM, with cores for itself", ("test-vllm-alone",), 0.45),
-    Part("TRL", ("test-trl",), 0.15),
-    Part("verl", ("test-verl",), 0.25),
-    Part("long tests", ("test-long",), 0.5),
+    Part("slow tests", ("test-slow",), 1.25),
+    Part("vLLM, side by side", ("test-vllm-shared",), 0.9),  # with installing it
+    Part("tests that need cores for themselves", ("test-alone",), 0.4),
+    Part("vLLM, with cores for itself", ("test-vllm-alone",), 0.55),
+    Part("TRL", ("test-trl",), 0.2),
+    Part("verl", ("test-verl",), 0.3),
+    Part("long tests", ("test-long",), 0.55),
 )
 
 
