@@ -18,6 +18,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -149,6 +150,8 @@ class TurnCaller:
         self._ask_again_s = ask_again_s
         self._waiting: dict[str, _Call] = {}  # by turn
         self._silent_since_s = 0.0  # on the event loop's clock; of use only while an episode waits
+        self.heard_at_s = -math.inf
+        """When the last turn came, on the event loop's clock."""
         self._asked: list[_Call] = []
         self._cancelled: list[TurnPush] = []
         self._has_asked = asyncio.Event()
@@ -273,6 +276,7 @@ class TurnCaller:
         while True:
             for result in await self._turns.results(self.agent_id, 1.0):
                 self._hear()
+                self.heard_at_s = self._silent_since_s
                 call = self._waiting.get(result.turn_id)
                 if call is not None and not call.answer.done():
                     call.answer.set_result(result)

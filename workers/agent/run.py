@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from .slots import Places, Quarantine
 log = logging.getLogger(__name__)
 
 STALL_S = 30.0  # a run that waits and has had no turn for so long has stalled: see rules/queue/share.py
+AGAIN_S = 300.0
 WAIT_S = 0.5  # longest wait for work, or for a place: the safety net below the doorbell
 
 
@@ -90,6 +92,7 @@ class RunAgent:
         self.claims: dict[str, TrajectoryClaim] = {}
         self._episodes: dict[str, asyncio.Task[None]] = {}
         self._settling: set[tuple[str, int]] = set()  # trajectory and fence
+        self._stalled_at_s = -math.inf
         again_s, turns = parts.config.ask_again_s, parts.fabric.turns(run)
         self._timings = parts.timings.of(run.run_id)
         caller = self._caller = TurnCaller(
@@ -189,10 +192,17 @@ class RunAgent:
             if claim is not None and claim.fence == fence and (name, fence) not in self._settling:
                 self._episodes[name].cancel()
 
-    @property
-    def is_stalled(self) -> bool:
-        """Tell whether episodes wait, and no turn of the run has come for STALL_S."""
-        return bool(self._caller.waiting) and self._caller.silent_s() >= STALL_S
+    def has_stalled(self) -> bool:
+        """Tell whether episodes waited for STALL_S without any turn of the run, and none has come since.
+
+        One that holds no place any more is believed to have stalled for AGAIN_S, and then tried like any other.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if self._caller.waiting and self._caller.silent_s() >= STALL_S:
+            self._stalled_at_s = now_s
+        elif self._caller.heard_at_s > self._stalled_at_s or now_s > self._stalled_at_s + AGAIN_S:
+            self._stalled_at_s = -math.inf
+        return self._stalled_at_s > -math.inf
 
     async def give_back(self, count: int) -> None:
         """Release `count` trajectories for other runs, of those that wait for a turn.

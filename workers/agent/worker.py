@@ -125,7 +125,7 @@ class AgentWorker:
                     continue
                 self._agents[name] = RunAgent(self._parts, config, tokenizer)
             self.places.join(name, config.weight)
-            self.places.note_stalled(name, self._agents[name].is_stalled)
+            self.places.note_stalled(name, self._agents[name].has_stalled())
         for name, count in self.places.owed().items():
             await self._agents[name].give_back(count)
 

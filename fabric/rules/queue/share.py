@@ -4,6 +4,7 @@
   is taken away from a run that gets on: above its share it falls back to it as its trajectories end.
 - A run that has stalled, as nobody generates its turns, gives back what is above its part of all runs by weight, and
   takes no more than that: places that it held would stand empty, and others would wait for them when they have work.
+  Of a part below one place it takes one, as long as nobody who gets on wants it: by that one it is seen to get on.
 - Nobody's place stays empty while a run that gets on has work for it.
 - Where places cannot be divided, the run that has been served least for its weight goes first: with one place for two
   runs they take turns.
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 class Sharer:
     """A run that wants places.
 
-    held: those it has. served: those it was given so far, divided by its weight. is_stalled: it waits for turns, and
-    none has come for long.
+    held: those it has. served: those it was given so far, divided by its weight. is_stalled: it waited for turns for
+    long, and none has come since.
     """
 
     run_id: str
@@ -51,9 +52,9 @@ def entitled(total: int, runs: Sequence[Sharer]) -> dict[str, int]:
     whole = {name: math.floor(share + 1e-9) for name, share in shares.items()}
     left = math.ceil(sum(shares.values()) - 1e-9) - sum(whole.values())
 
-    def urgency(run: Sharer) -> tuple[bool, float, str]:
-        """Sort runs with a part of a place first, and among these the one that was served least."""
-        return shares[run.run_id] - whole[run.run_id] < 1e-9, run.served, run.run_id
+    def urgency(run: Sharer) -> tuple[bool, bool, float, str]:
+        """Sort stalled runs last, runs with a part of a place first, and among these the one that was served least."""
+        return run.is_stalled, shares[run.run_id] - whole[run.run_id] < 1e-9, run.served, run.run_id
 
     for run in sorted((run for run in runs if run.may_have_work), key=urgency)[:left]:
         whole[run.run_id] += 1
@@ -80,4 +81,4 @@ def _fair(total: int, runs: Sequence[Sharer]) -> dict[str, float]:
 def _most(run: Sharer, part: float) -> float:
     """Return the most places that a run may have; `part`: of all places by the weights of all runs."""
     has_work = math.inf if run.may_have_work else float(run.held)
-    return min(has_work, part) if run.is_stalled else has_work
+    return min(has_work, max(1.0, part)) if run.is_stalled else has_work

@@ -275,6 +275,35 @@ async def test_a_run_that_nobody_generates_leaves_room_for_others_also_between_t
         await finishing
 
 
+@pytest.mark.parametrize("place_count", [1, 4])
+async def test_a_run_that_nobody_generates_and_whose_share_is_small_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, place_count: int
+) -> None:
+    # Given a run of the smallest weight that has stalled, and one that moves in steps
+    monkeypatch.setattr("rollfab.workers.agent.run.STALL_S", 0.5)
+    setting = Setting()
+    setting.run = dataclasses.replace(setting.run, weight=0.1)
+    await setting.begin()
+    await setting.push(12)
+    other = Setting("w2")
+    other.fabric, other.run = setting.fabric, dataclasses.replace(setting.run, run_id="r2", weight=1.0)
+    await other.begin()
+    async with setting.agent(environment_count=place_count):
+        await until(lambda: len(setting.held()) == place_count)
+        for step in range(3):
+            # When the other has work, then it has places, and after the first time at once
+            await other.push(place_count, name=f"step-{step}")
+            await until(lambda: len(other.held("r2")) == place_count)
+            monkeypatch.setattr("rollfab.workers.agent.run.STALL_S", 1e6)  # nobody stalls anew
+            await other.answer(place_count * len(TO_THE_GOAL))
+            # and between its steps the first is tried with one
+            await until(lambda: len(setting.held()) == 1)
+        # When its turns are generated after all, then it goes on with all places
+        finishing = asyncio.create_task(setting.answer(12 * len(TO_THE_GOAL)))
+        await until(lambda: len(setting.held()) == place_count)
+        await finishing
+
+
 class ReluctantQueue(RedisTrajectoryQueue):
     """One call at a time, as over one connection; settling is answered late."""
 

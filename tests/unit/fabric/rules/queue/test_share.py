@@ -82,7 +82,16 @@ def test_a_stalled_run_comes_to_hold_no_more_than_its_share(total: int, runs: li
     for run in runs:
         if run.is_stalled:
             wanted = more(total, runs, run.run_id) if run.may_have_work else 0
-            assert 0 <= run.held - owing.get(run.run_id, 0) + wanted <= total * run.weight / weights + 1
+            assert 0 <= run.held - owing.get(run.run_id, 0) + wanted <= max(1, total * run.weight / weights) + 1
+
+
+def test_a_stalled_run_of_a_small_share_keeps_one_place_as_long_as_nobody_who_gets_on_wants_it() -> None:
+    others = [sharer("busy", weight=5.0, work=False, served=9.0), *(sharer(f"old{n}", work=False) for n in range(4))]
+    assert owed(8, [sharer("a", 8, stalled=True), *others]) == {"a": 7}
+    assert more(8, [sharer("a", stalled=True), *others], "a") == 1
+    busy = sharer("busy", weight=5.0, served=9.0)
+    assert owed(1, [sharer("a", 1, stalled=True), busy]) == {"a": 1}
+    assert more(1, [sharer("a", stalled=True), busy], "a") == 0
 
 
 @given(st.integers(1, 100), sharers)
