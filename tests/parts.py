@@ -8,6 +8,7 @@ name every part, and what became of it; what was left out is told as left out, n
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import time
@@ -55,26 +56,46 @@ def run(
     Args:
         make: runs a part; returns whether it passed.
     """
-    begun_s, unit_s, found = now_s(), 0.0, []
+    begun_s, unit_s, found = now_s(), None, list[Outcome]()
     for part in parts:
-        left_s = None if limit_s is None else limit_s - (now_s() - begun_s)
-        needed_s = MARGIN * part.share * unit_s
-        if left_s is not None and needed_s > left_s:
-            told = f"LEFT OUT: it takes {needed_s / 60:.0f} min, and {max(0.0, left_s) / 60:.0f} are left"
-            found.append(Outcome(part.name, None, f"{told}; make {' '.join(part.words)}"))
+        why = None if limit_s is None or not found else _why_not(part, limit_s - (now_s() - begun_s), unit_s)
+        if why is not None:
+            found.append(Outcome(part.name, None, f"LEFT OUT: {why}; make {' '.join(part.words)}"))
             continue
         at_s = now_s()
-        is_good = make(part)
+        try:
+            is_good = make(part)
+        except KeyboardInterrupt:
+            return [*found, Outcome(part.name, False, "INTERRUPTED")]
         took_s = now_s() - at_s
-        unit_s = unit_s or took_s / part.share
+        if not found and is_good:  # one that failed may have done so at once
+            unit_s = took_s / part.share
         found.append(Outcome(part.name, is_good, f"{'passed' if is_good else 'FAILED'} in {took_s / 60:.1f} min"))
+    return found
+
+
+def _why_not(part: Part, left_s: float, unit_s: float | None) -> str | None:
+    """Tell why a part is not begun; None: it fits."""
+    if unit_s is None:
+        return "the first part failed, so how long others take is not known"
+    needed_s = MARGIN * part.share * unit_s
+    return f"it takes {needed_s / 60:.0f} min, and {max(0.0, left_s) / 60:.0f} are left" if needed_s > left_s else None
+
+
+def minutes(text: str) -> float:
+    """Read the limit. Raises ValueError: it is none."""
+    found = float(text)
+    if not 1 <= found < math.inf:
+        raise ValueError(text)
     return found
 
 
 def main(words: Sequence[str]) -> int:
     """Run all parts and tell; returns 1 when one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, help="leave out what does not fit; by default nothing is")
+    parser.add_argument(
+        "--minutes", type=minutes, help="1 and more: leave out what does not fit; by default nothing is"
+    )
     limit_min = parser.parse_args(words).minutes
 
     def make(part: Part) -> bool:

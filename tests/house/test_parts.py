@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.parts import MARGIN, PARTS, Part, run
+import pytest
+
+from tests.parts import MARGIN, PARTS, Part, main, run
 
 MAKEFILE = (Path(__file__).parents[2] / "Makefile").read_text("utf-8")
 
@@ -38,6 +40,28 @@ def test_a_part_that_would_not_end_in_time_is_left_out_and_smaller_ones_run() ->
     assert machine.run(200.0) == [("a", True), ("b", None), ("c", True), ("d", True)]
     assert machine.time_s <= 200.0
     assert Machine(100.0).run(500.0 * MARGIN) == [("a", True), ("b", True), ("c", True), ("d", True)]
+
+
+def test_with_a_limit_nothing_is_begun_behind_a_first_part_that_failed_and_its_time_tells_nothing() -> None:
+    assert Machine(100.0, breaks=("a",)).run(500.0) == [("a", False), ("b", None), ("c", None), ("d", None)]
+    assert Machine(100.0, breaks=("b",)).run(500.0) == [("a", True), ("b", False), ("c", True), ("d", True)]
+
+
+def test_an_interrupt_ends_it_with_what_was_done_until_then() -> None:
+    def make(part: Part) -> bool:
+        if part.name == "b":
+            raise KeyboardInterrupt
+        return True
+
+    found = run([Part(name, (name,), 1.0) for name in "abc"], None, make, lambda: 0.0)
+    assert [(each.name, each.is_good, each.told) for each in found][1:] == [("b", False, "INTERRUPTED")]
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "1e-9", "nan", "inf", "abc", ""])
+def test_a_limit_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--minutes", text])
+    assert ended.value.code == 2
 
 
 def test_what_was_left_out_says_so_with_its_command() -> None:
