@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ...fabric.contract.sharing import ALL
+from ...fabric.contract.sharing import ALL, POOL
 from ...fabric.contract.text import counted, one_line
 from ...fabric.host.command import command
 from ...fabric.rules.lending.terms import subject_text
@@ -25,7 +25,8 @@ def draw_status(seen: dict[str, Any]) -> Group:
             Text(f"nothing was said yet: serving workers only observe. `{command('lend on --pool NAME')}` lends them")
         ]
     if "switched" in seen:
-        said += [Text(line, style="bold") for line in _switched(seen["switched"], seen["lends"].get(ALL))]
+        said += [Text(line, style="bold") for line in _switched(seen["switched"])]
+        said += [Text(line, style="bold") for line in _held_back(seen)]
     rows = seen["serving_workers"]
     if not rows:
         return Group(*said, Text("no serving worker is known to the broker"))
@@ -37,8 +38,26 @@ def draw_status(seen: dict[str, Any]) -> Group:
     return Group(*said, table, *said_once(notes, len(rows)))
 
 
-def _switched(row: dict[str, Any], all_said: dict[str, Any] | None) -> list[str]:
-    """Say who may lend after the switch, and what was given back. all_said: what is said of all workers."""
+def _held_back(seen: dict[str, Any]) -> list[str]:
+    """Say after a switch to "on" what else is said of the same workers and holds them back, and what takes it back."""
+    switched = seen["switched"]
+    if switched["setting"]["mode"] != "on":
+        return []
+    held = set(switched["worker_ids"]) - set(switched["lending_ids"])
+    rows = [row for row in seen["serving_workers"] if row["worker_id"] in held]
+    steps = {row["worker_id"]: f"lend on --worker {row['worker_id']}" for row in rows}
+    steps |= {f"{POOL}{row['pool']}": f"lend on --pool {row['pool']}" for row in rows if row["pool"]}
+    steps |= {ALL: "lend clear --all"} if held or not switched["worker_ids"] else {}
+    said = {subject: seen["lends"][subject]["mode"] for subject in steps if subject in seen["lends"]}
+    return [
+        f"{subject_text(subject)}: {mode}, and the strictest word holds: `{command(steps[subject])}` takes that back"
+        for subject, mode in said.items()
+        if mode != "on" and subject != switched["subject"]
+    ]
+
+
+def _switched(row: dict[str, Any]) -> list[str]:
+    """Say who may lend after the switch, and what was given back."""
     whom, may_lend = row["worker_ids"], row["lending_ids"]
     lines = [f"{subject_text(row['subject'])}, now: {counted(len(may_lend), 'worker')} of {len(whom)} may lend"]
     if row["taken_ids"]:
@@ -54,12 +73,7 @@ def _switched(row: dict[str, Any], all_said: dict[str, Any] | None) -> list[str]
             f"it has not answered the switch yet: `{command('lend status')}` shows when it has"
         )
     if row["setting"]["mode"] == "on" and len(may_lend) < len(whom):
-        lines.append("what holds the others back is said below, under why")
-        if all_said is not None and all_said["mode"] != "on":
-            lines.append(
-                f"{subject_text(ALL)}: {all_said['mode']}, and the strictest word holds: "
-                f"`{command('lend clear --all')}` takes that back"
-            )
+        lines.append("what holds back those that may not is said behind the table")
     return lines
 
 

@@ -76,7 +76,7 @@ def _check_report(path: Path) -> None:
         raise ConfigError(f"--report: the directory of {path} is not there: make it first")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--report: you may not write into the directory of {path}: name a file elsewhere")
-    if path.exists():
+    if os.path.lexists(path):
         raise ConfigError(f"--report {path} is there already: name another file, or move it away")
     if find_spec("matplotlib") is None:
         raise ConfigError("--report draws with matplotlib, which is not installed: pip install matplotlib")
@@ -106,7 +106,7 @@ def chosen(scenario: Scenario, arms: str, seed_count: int | None) -> Scenario:
     for name in names:
         if name not in ARMS:
             raise ConfigError(f"--arms has no {name!r}: {did_you_mean(name, ARMS)}")
-    part = replace(part, arms=names or part.arms)
+    part = replace(part, arms=tuple(dict.fromkeys(names)) or part.arms)
     if seed_count is not None:
         part = replace(part, seeds=tuple(range(seed_count)))
     return replace(scenario, simulation=part)

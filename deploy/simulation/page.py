@@ -29,7 +29,10 @@ svg { width: 100%; height: auto } h2 { margin-top: 2.5rem }
 
 
 def write_page(found: dict[str, Any], shown: Sequence[tuple[Run, Timeline]], path: Path) -> None:
-    """Write the report: all or nothing.
+    """Write the report: all or nothing, and never over a file that came meanwhile.
+
+    Raises:
+        OSError: it cannot be written.
 
     Args:
         found: what report.results returned.
@@ -50,12 +53,12 @@ def write_page(found: dict[str, Any], shown: Sequence[tuple[Run, Timeline]], pat
                 parts += [f"<h3>{html.escape(run.arm)}, seed {run.seed}: {text}</h3>", _figure(scenario, run, timeline)]
     parts += [f"<p class=note>{html.escape(note)}</p>" for note in (*notes_of(found)[1:], *READING)]
     parts.append(f"<details><summary>The scenario</summary><pre>{html.escape(json.dumps(scenario, indent=1))}</pre>")
-    write_private(path, "\n".join(parts) + "</details></html>\n")
+    write_private(path, "\n".join(parts) + "</details></html>\n", is_new=True)
 
 
 READING = (
-    "GPUs in use: dedicated GPUs, lent ones for rollouts, and serving; the rest of their time they stand idle.",
-    "Lent: a line per serving GPU, green while it is lent. Vertical lines: a step ends.",
+    "Instances in use: dedicated ones, lent ones for rollouts, and serving; the rest of their time they stand idle.",
+    "Lent: a line per serving instance, green while it is lent. Vertical lines: a step ends.",
     "SLO: the P99 of a minute's requests over its objective; above 1 it is missed.",
     "Trajectories: under way, and queued; the slope to a step's end is its tail.",
 )

@@ -231,6 +231,9 @@ def checked(scenario: Scenario, name: str) -> Scenario:
         raise ConfigError(f"{name}: loads {loads}, seeds {seeds}: expected 0 to {LOAD_MAX:g}, and 0 or more")
     if scenario.work.kind not in KINDS:
         raise ConfigError(f"{name}: [work] kind {scenario.work.kind!r}: {did_you_mean(scenario.work.kind, KINDS)}")
+    for key, values in (("loads", loads), ("seeds", seeds), ("arms", scenario.simulation.arms)):
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{name}: {key} names {max(values, key=values.count)!r} twice: once is enough")
     for arm in scenario.simulation.arms:
         if arm not in ARMS:
             raise ConfigError(f"{name}: [simulation] arms has no {arm!r}: {did_you_mean(arm, ARMS)}")

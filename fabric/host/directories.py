@@ -78,13 +78,21 @@ def owner_only(path: str, flags: int) -> int:
     return handle
 
 
-def write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str, *, is_new: bool = False) -> None:
     """Write a file whole or not at all, never readable by other users, not for a moment.
+
+    is_new: what is there already stays.
 
     Raises:
         OSError: it cannot be written.
     """
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with open(fresh, "x", opener=owner_only) as file:
-        file.write(text)
-    fresh.replace(path)
+    try:
+        with open(fresh, "x", opener=owner_only) as file:
+            file.write(text)
+        if is_new:
+            os.link(fresh, path)
+        else:
+            fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)

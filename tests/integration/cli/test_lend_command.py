@@ -176,6 +176,22 @@ async def test_the_answer_says_what_was_taken_back_and_who_has_not_answered(desk
     assert "not yet: w1 told last" in shown and "that 3 turns ran" in shown
 
 
+async def test_whatever_else_is_said_of_a_worker_is_named_with_what_takes_it_back(desk: Desk) -> None:
+    # Given a worker of which all that can be said is off
+    await desk.beat("w1", pool="chat")
+    for words in ((), ("--pool", "chat")):
+        await desk.run("off", *words)
+    # When it is lent by its name, then both others are named, and what takes them back does
+    shown = " ".join((await desk.run("on", "--worker", "w1")).split())
+    found = {"all serving workers": ("clear", "--all"), "pool chat": ("on", "--pool", "chat")}
+    for subject, steps in found.items():
+        assert f"{subject}: off, and the strictest word holds" in shown and f"lend {' '.join(steps)}`" in shown
+    for steps in found.values():
+        assert (await desk.json("status"))["serving_workers"][0]["terms"]["mode"] == "off"
+        await desk.run(*steps)
+    assert (await desk.json("status"))["serving_workers"][0]["terms"]["mode"] == "on"
+
+
 async def test_the_log_tells_who_switched_what_and_why_and_what_was_lent(desk: Desk) -> None:
     board = desk.fabric.board
     await desk.beat("w1")

@@ -11,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rollfab.deploy.main import app
+from rollfab.deploy.simulation.command import run_all
 from rollfab.deploy.simulation.page import write_page
 from rollfab.deploy.simulation.report import TAG, results
-from rollfab.deploy.simulation.run import simulate
+from rollfab.deploy.simulation.run import Run, simulate
+from rollfab.deploy.simulation.scenario import Scenario
 from rollfab.deploy.simulation.timeline import SAMPLE_S, Timeline, by_minute
 from rollfab.fabric.contract.errors import ConfigError
 from tests.support.simulated import SMALL, outcome, run
@@ -91,7 +93,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_simulated
 def test_a_disk_that_is_full_costs_the_report_and_not_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, is_new: bool) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("rollfab.deploy.simulation.page.write_private", full)
@@ -99,6 +101,19 @@ def test_a_disk_that_is_full_costs_the_report_and_not_the_tables(
     done = CliRunner().invoke(app, ["sim", "s0", "--arms", "fixed", "--seeds", "1", "--report", str(path)])
     assert "s0 simulated" in done.stdout and isinstance(done.exception, ConfigError)
     assert str(done.exception) == f"--report {path} cannot be written: No space left on device"
+
+
+def test_a_file_that_came_meanwhile_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+
+    def simulated(scenario: Scenario, timelines: dict[int, Timeline]) -> list[Run]:
+        path.write_text("mine")
+        return run_all(scenario, timelines)
+
+    monkeypatch.setattr("rollfab.deploy.simulation.command.run_all", simulated)
+    done = CliRunner().invoke(app, ["sim", "s0", "--arms", "fixed", "--seeds", "1", "--report", str(path)])
+    assert "s0 simulated" in done.stdout and "cannot be written: File exists" in str(done.exception)
+    assert path.read_text() == "mine" and [each.name for each in tmp_path.iterdir()] == ["report.html"]
 
 
 def _not_called(*_: object) -> Callable[[], None]:
