@@ -34,7 +34,8 @@ from .filters import Keep, find_filter
 ROW_GROUP_BYTES = 32 << 20  # of arrays, that a writer or reader of Parquet holds at once, and one group
 FACTS = ("trajectory_id", "reward", "finish_reason", "turn_count", "attempt", "seed")
 LATER: dict[str, Any] = {"turn_ms": [], "traceparent": ""}  # facts that older files do not have, as they were then
-COLUMNS = {int: "int64", float: "float64", str: "string"}  # of plain rows, as pyarrow names them
+# Of plain rows, as pyarrow names them; null may stand in each.
+COLUMNS: dict[Any, str] = {int: "int64", float: "float64", str: "string", str | None: "string"}
 WORDS: dict[str, Callable[..., Any]] = {"NaN": np.isnan, "Infinity": np.isposinf, "-Infinity": np.isneginf}
 KINDS = {dtype.name: dtype for dtype in DTYPES.values()}  # of side arrays
 UNFIT = (AttributeError, KeyError, TypeError, ValueError, OverflowError)  # what a row of another shape causes

@@ -253,7 +253,7 @@ async def test_a_server_that_is_not_there_is_said_in_one_line(trace: str) -> Non
         (["{trace}", "--lengths", "1000"], ConfigError, "--lengths"),
         (["{trace}", "--rate", "0"], ConfigError, "must be above 0"),
         (["{trace}", "--outcomes", "/"], InputError, "cannot be written"),
-        (["/"], InputError, "cannot be read"),
+        (["/"], ConfigError, "cannot be read"),
     ],
 )
 async def test_nothing_is_sent_before_all_of_it_is_right(
