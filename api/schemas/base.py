@@ -41,11 +41,14 @@ class Request(BaseModel):
         if not unknown:
             return sent
         words = [
-            f"there is no field {str(name)[:100]!r}; {did_you_mean(str(name), cls.model_fields)}" for name in unknown
+            f"there is no field {str(name)[:100]!r}; {did_you_mean(str(name), cls.model_fields)}"
+            for name in unknown[:FIELDS_NAMED_MAX]
         ]
+        if len(unknown) > FIELDS_NAMED_MAX:
+            words.append(f"and so for {len(unknown) - FIELDS_NAMED_MAX:,} more")
         if "settings" in cls.model_fields:
             words.append('settings of the run go into "settings"')
-        raise PydanticCustomError("unknown_field", "{words}", {"words": "; ".join(words[:FIELDS_NAMED_MAX])})
+        raise PydanticCustomError("unknown_field", "{words}", {"words": "; ".join(words)})
 
 
 def all_requests() -> list[type[Request]]:

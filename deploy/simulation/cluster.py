@@ -27,7 +27,7 @@ from .machine.books import Books, Broken
 from .machine.cost import Model
 from .machine.engine import Engine, EngineOptions
 from .machine.events import Events
-from .machine.serving import CHUNK_TOKENS, ServingSide
+from .machine.serving import CHUNK_TOKENS, Request, ServingSide
 from .machine.turns import Batch, GroupState, Trajectory, Turn
 from .machine.workload import StepPlan
 
@@ -158,6 +158,10 @@ class Cluster:
         if index == len(setup.load):
             index, began_s = 0, began_s + setup.load_s
         self.events.at(max(self.events.now_s, began_s + setup.load[index].at_s), self._arrive, index, began_s)
+
+    def requests(self) -> list[Request]:
+        """Return all requests that serving was sent."""
+        return [each for engine in self.lendable if engine.serving for each in engine.serving.requests]
 
     def drain(self) -> None:
         """Let serving answer what has come, with nothing new: a tail that is cut off would count as missed."""

@@ -220,7 +220,7 @@ def _summed(
     cpu_s: float,
 ) -> Run:
     setup, books = cluster.setup, cluster.books
-    requests = [each for engine in cluster.lendable if engine.serving for each in engine.serving.requests]
+    requests = cluster.requests()
     now_s = cluster.events.now_s
     harvested_s = sum(engine.rollout_s for engine in cluster.lendable)
     cluster.drain()

@@ -55,7 +55,7 @@ class Timeline:
 
     def end(self, cluster: Cluster) -> None:
         """Keep what serving's users saw; called once serving was drained, after which nothing is looked at."""
-        self.requests = [each for engine in cluster.lendable if engine.serving for each in engine.serving.requests]
+        self.requests = cluster.requests()
 
 
 def by_minute(requests: list[Request], ended_s: float) -> list[tuple[float, float, float]]:

@@ -154,6 +154,12 @@ async def test_runs_are_made_and_changed_and_what_is_wrong_is_named(api: ApiWorl
         ("v1/runs/mine", {"settings": {"stalenes": 1}}, 422, "did you mean staleness"),
         ("v1/runs/mine", {"setings": {}}, 422, "body: there is no field 'setings'; did you mean settings?"),
         ("v1/runs/mine", {"longest_first": True}, 422, 'settings of the run go into \\"settings\\"'),
+        (
+            "v1/runs/mine",
+            dict.fromkeys(map("f{}".format, range(3000))),
+            422,
+            "and so for 2,980 more; settings of the run",
+        ),
         ("v1/runs/other", {}, 404, "does not exist"),
         ("v1/runs/a b", {}, 422, "a b"),
     ):
