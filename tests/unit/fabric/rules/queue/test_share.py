@@ -89,6 +89,8 @@ def test_a_stalled_run_of_a_small_share_keeps_one_place_as_long_as_nobody_who_ge
     others = [sharer("busy", weight=5.0, work=False, served=9.0), *(sharer(f"old{n}", work=False) for n in range(4))]
     assert owed(8, [sharer("a", 8, stalled=True), *others]) == {"a": 7}
     assert more(8, [sharer("a", stalled=True), *others], "a") == 1
+    both = [sharer("a", 4, stalled=True), sharer("b", 4, stalled=True)]  # each is seen to get on by one of its own
+    assert owed(8, [*both, *(sharer(f"old{n}", work=False) for n in range(30))]) == {"a": 3, "b": 3}
     busy = sharer("busy", weight=5.0, served=9.0)
     assert owed(1, [sharer("a", 1, stalled=True), busy]) == {"a": 1}
     assert more(1, [sharer("a", stalled=True), busy], "a") == 0
