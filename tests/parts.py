@@ -2,18 +2,24 @@
 
 Each part is a target of the Makefile. What tells most goes first. With a limit, a part that would not end in time is
 left out: the first part shows how fast this machine is, and `share` how long the others take beside it. The last lines
-name every part, and what became of it; what was left out is told as left out, never as passed.
+name every part, and what became of it; what was left out is told as left out, never as passed. A test that failed is
+played once more with nothing beside it (`tests/again.py`); the last lines name it if it passes then.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from tests.again import VARIABLE
 
 MARGIN = 1.15  # of an estimate: machines have more to do at one time than at another
 
@@ -41,20 +47,24 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part. is_good: None where it was left out."""
+    """What became of a part. is_good: None where it was left out. again: its tests that passed only alone."""
 
     name: str
     is_good: bool | None
     told: str
+    again: tuple[str, ...] = ()
 
 
 def run(
-    parts: Sequence[Part], limit_s: float | None, make: Callable[[Part], bool], now_s: Callable[[], float]
+    parts: Sequence[Part],
+    limit_s: float | None,
+    make: Callable[[Part], tuple[bool, tuple[str, ...]]],
+    now_s: Callable[[], float],
 ) -> list[Outcome]:
     """Run what fits into `limit_s` seconds; a part that fails keeps no other from running.
 
     Args:
-        make: runs a part; returns whether it passed.
+        make: runs a part; returns whether it passed, and which of its tests passed only alone.
     """
     begun_s, unit_s, found = now_s(), None, list[Outcome]()
     for part in parts:
@@ -64,13 +74,14 @@ def run(
             continue
         at_s = now_s()
         try:
-            is_good = make(part)
+            is_good, again = make(part)
         except KeyboardInterrupt:
             return [*found, Outcome(part.name, False, "INTERRUPTED")]
         took_s = now_s() - at_s
         if not found and is_good:  # one that failed may have done so at once
             unit_s = took_s / part.share
-        found.append(Outcome(part.name, is_good, f"{'passed' if is_good else 'FAILED'} in {took_s / 60:.1f} min"))
+        told = f"{'passed' if is_good else 'FAILED'} in {took_s / 60:.1f} min"
+        found.append(Outcome(part.name, is_good, told + (f", {len(again)} ONLY ALONE:" if again else ""), again))
     return found
 
 
@@ -98,14 +109,18 @@ def main(words: Sequence[str]) -> int:
     )
     limit_min = parser.parse_args(words).minutes
 
-    def make(part: Part) -> bool:
+    def make(part: Part) -> tuple[bool, tuple[str, ...]]:
         print(f"\n=== {part.name}: make {' '.join(part.words)}", flush=True)
-        return subprocess.run(["make", *part.words], check=False).returncode == 0
+        with tempfile.TemporaryDirectory() as directory:
+            again = Path(directory, "again")
+            place = {**os.environ, "PYTEST_PLUGINS": "tests.again", VARIABLE: str(again)}
+            is_good = subprocess.run(["make", *part.words], env=place, check=False).returncode == 0
+            return is_good, tuple(again.read_text("utf-8").splitlines()) if again.exists() else ()
 
     found = run(PARTS, None if limit_min is None else 60 * limit_min, make, time.monotonic)
     print("\n=== all parts")
     for each in found:
-        print(f"{each.name}: {each.told}")
+        print("\n  ".join((f"{each.name}: {each.told}", *each.again)))
     return 1 if any(each.is_good is False for each in found) else 0
 
 

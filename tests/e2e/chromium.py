@@ -142,6 +142,14 @@ class Page:
             await asyncio.sleep(STEP_S)
         raise AssertionError(f"{find} is not there after {PATIENCE * timeout_s:g} s")
 
+    async def wait_value(self, expression: str, expected: Any, timeout_s: float = 6.0) -> None:
+        """Wait until a JavaScript expression has the value `expected`: what a page draws comes after what it writes."""
+        for _ in range(int(PATIENCE * timeout_s / STEP_S)):
+            if (found := await self.evaluate(expression)) == expected:
+                return
+            await asyncio.sleep(STEP_S)
+        raise AssertionError(f"{expression} is {found!r} after {PATIENCE * timeout_s:g} s, expected {expected!r}")
+
     async def click(self, selector: str) -> None:
         """Click the middle of an element with a real mouse event, once it is there."""
         find = f"document.querySelector({json.dumps(selector)})"

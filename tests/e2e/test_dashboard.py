@@ -56,7 +56,7 @@ async def test_why_a_run_stands_is_on_its_card_with_the_next_step(api: ApiWorld,
     await page.wait_text(f"{CARD} [data-f=cause]", "no weights of run 'r1' are published yet")
     await page.wait_text(f"{CARD} [data-f=next]", "run.publish(model.named_parameters(), version=0)")
     await page.wait_text(f"{CARD} [data-f=also]", "no agent is connected that could play environment 'frozenlake'")
-    assert await page.evaluate(f"document.querySelector('{CARD} [data-f=why]').dataset.kind") == "bad"
+    await page.wait_value(f"document.querySelector('{CARD} [data-f=why]').dataset.kind", "bad")
     # When weights come, and a worker that failed with a text of its own
     await Publisher(api.fabric.weights, "r1").publish({"w": np.zeros(4, np.float32)}.items(), 0)
     await api.beat("agent-1", "agent", environments=["frozenlake"], slot_count=8)
@@ -84,7 +84,7 @@ async def test_rows_that_cannot_be_read_are_on_the_page_as_text_with_what_remove
         row = "[data-table=runs]"
         await page.wait_text(f"{row} [data-f=row]", "<b>bad</b>\\x1b")
         await page.wait_text(f"{row} [data-f=step]", "rollfab rows rm -- runs '<b>bad</b>\\x1b'")
-        assert await page.evaluate("document.querySelector('#bad-rows [data-f] b, #bad-rows [data-f] i') === null")
+        await page.wait_value("document.querySelector('#bad-rows [data-f] b, #bad-rows [data-f] i') === null", True)
         # And it is gone when it is removed
         (bad,) = (await api.fabric.board.survey()).bad_rows
         assert await api.fabric.board.remove_row(bad)
@@ -147,9 +147,9 @@ async def test_the_switch_is_used_by_the_keyboard_alone(api: ApiWorld, browser: 
     await page.tab_to(f"{WORKER} [data-f=lend]")
     await page.press("Enter")
     await page.wait_text("#ask", "1 serving worker")
-    assert await page.evaluate("document.querySelector('#ask').contains(document.activeElement)")
+    await page.wait_value("document.querySelector('#ask').contains(document.activeElement)", True)
     await page.press("Escape")
-    assert await page.evaluate("document.querySelector('#ask').open") is False
+    await page.wait_value("document.querySelector('#ask').open", False)
     assert await said() == {}
     # and it is confirmed, taken back and undone by Tab and Enter
     await page.tab_to(f"{WORKER} [data-f=lend]")
@@ -244,13 +244,13 @@ async def test_a_worker_that_disagrees_with_the_trainer_is_marked_by_name(api: A
     await page.wait_text(f"{CARD} [data-f=agree_max]", "0.50")
     await page.wait_text(f"{CARD} [data-f=alarm]", "worker serving-1 disagrees with the trainer at version 4")
     marked = "[...document.querySelectorAll('tr.over')].map((row) => row.dataset.agreement)"
-    assert await page.evaluate(marked) == ["serving-1"]
+    await page.wait_value(marked, ["serving-1"])
     await page.click("#nav a")
     await page.wait_text(f"{CARD} [data-f=alarm]", "worker serving-1 disagrees")
     await page.wait_text("#events", "agreement.alarm")
     await page.click("#nav a[href$=workers]")
     await page.wait_text(f"{WORKER} [data-f=disagrees]", "log-probabilities disagree")
-    assert await page.evaluate("document.querySelectorAll('#workers [data-f=disagrees]').length") == 1
+    await page.wait_value("document.querySelectorAll('#workers [data-f=disagrees]').length", 1)
     # When they agree again; then the marks go
     await run.compare(groups, [np.array([-1.0, -2.0])] * 2, version=4, rule=FLOAT32)
     await page.wait_gone(f"{WORKER} [data-f=disagrees]")
@@ -326,7 +326,7 @@ async def test_a_broker_and_an_api_that_vanish_are_told_apart(browser: Browser) 
             await page.wait_text("#banner", "broker")
             # What was known stays in sight, marked as old
             await page.wait_text(f"{CARD} [data-f=name]", "r1")
-            assert await page.evaluate("document.body.classList.contains('stale')")
+            await page.wait_value("document.body.classList.contains('stale')", True)
         await page.wait_text("#state", "api unreachable")
         await page.wait_text("#banner", "does not answer")
 
@@ -356,17 +356,17 @@ async def test_a_key_in_the_address_opens_the_page_and_leaves_the_address_bar(
         await page.click(f"{WORKER} [data-f=lend]")
         await page.click("#ask-go")
         await page.wait_text(f"{WORKER} [data-f=limit]", "on")
-        assert await page.evaluate("location.href") == f"{api.url}serving"
-        assert await page.evaluate("sessionStorage.getItem('rollfab.key')") == first
+        await page.wait_value("location.href", f"{api.url}serving")
+        await page.wait_value("sessionStorage.getItem('rollfab.key')", first)
         assert await page.evaluate("history.length") <= 2  # about:blank, and this
-        assert await page.evaluate("localStorage.length + document.cookie.length") == 0
+        await page.wait_value("localStorage.length + document.cookie.length", 0)
         assert first not in await page.evaluate("document.documentElement.outerHTML")
         assert not any("key" in address for address in page.requested())
         # When the tab is led to an address with another key, it takes that one
         await page.evaluate(f"location.hash = '#key={second}'")
         taken = f"sessionStorage.getItem('rollfab.key') === '{second}'"
         await page.evaluate(f"new Promise((done) => setInterval(() => {taken} && done(true), 20))")
-        assert await page.evaluate("location.href") == f"{api.url}serving"
+        await page.wait_value("location.href", f"{api.url}serving")
         assert page.complaints() == []
 
 
@@ -376,7 +376,7 @@ async def test_an_address_with_a_key_that_is_none_says_so(broker_url: str, brows
         page = await browser.open(f"{api.url}#key={key}")
         await page.wait_text("#banner", "this key is not known here")
         await page.wait_text("#key-button", "Key")
-        assert await page.evaluate("location.href") == api.url
+        await page.wait_value("location.href", api.url)
 
 
 async def test_the_documentation_is_drawn(api: ApiWorld, browser: Browser) -> None:

@@ -202,11 +202,11 @@ async def test_a_run_shows_what_holds_it_up_and_its_groups_and_leads_to_a_trajec
     await choose(page, "groups", "finished")
     await page.wait_text("[data-group=g1] [data-f=complete]", "4 of 4")
     await page.wait_text("[data-group=g1]", "all rewards equal")
-    assert await page.evaluate("location.search") == "?groups=finished"
+    await page.wait_value("location.search", "?groups=finished")
     # And each sibling leads to its trajectory, and the browser back, and forth
     await page.click("[data-group=g1] a.sibling")
     await page.wait_text("[data-f=state]", "finished")
-    assert await page.evaluate("location.pathname") == "/runs/r1/trajectories/g1.0"
+    await page.wait_value("location.pathname", "/runs/r1/trajectories/g1.0")
     await page.evaluate("history.back()")
     await page.wait_text("[data-group=g1] [data-f=complete]", "4 of 4")
     await page.evaluate("history.forward()")
@@ -255,7 +255,7 @@ async def test_a_trajectory_is_told_as_text_tokens_times_and_raw(api: ApiWorld, 
     await page.wait_text("[data-piece='1']", "left")
     await page.wait_text("[data-piece='3']", "w2 · v4")
     await page.wait_text("[data-f=legend]", "the policy made it (mask 1, underlined)")
-    assert await page.evaluate("document.querySelectorAll('.lanes i').length") == 5
+    await page.wait_value("document.querySelectorAll('.lanes i').length", 5)
     await page.wait_text(".reward-parts", "1")
     # And colours, ids and what is known of one token
     await choose(page, "colour", "worker")
@@ -267,11 +267,11 @@ async def test_a_trajectory_is_told_as_text_tokens_times_and_raw(api: ApiWorld, 
     await page.click("[data-f=ids]")
     ids = [int(each) for each in CharTokenizer().encode("left")]
     await page.wait_text("[data-piece='1'] .token-text", " ".join(map(str, ids)))
-    assert await page.evaluate("location.search") == "?colour=logprob&ids=1"
+    await page.wait_value("location.search", "?colour=logprob&ids=1")
     # And what is other people's is text
     await page.click("[data-f=info] summary")
     await page.wait_text("[data-f=info] pre", "<img src=x onerror=alert(1)>")
-    assert await page.evaluate("document.querySelector('#view img, #view .piece b b') === null")
+    await page.wait_value("document.querySelector('#view img, #view .piece b b') === null", True)
     # And one that nobody has is not there
     await page.call("Page.navigate", url=f"{api.url}runs/r1/trajectories/g77.0")
     await page.wait_text(".notice", "has no trajectory 'g77.0' now")
@@ -295,7 +295,7 @@ async def test_tokens_are_coloured_by_how_far_the_trainer_s_log_probabilities_di
     await page.wait_text("[data-f=compared]", "with version 3", timeout_s=10)
     await choose(page, "colour", "difference")
     tones = "[...document.querySelectorAll('[data-piece=\"1\"] .t')].map((each) => each.dataset.tone)"
-    assert await page.evaluate(tones) == ["e0", "a1", "a2", "b1"]
+    await page.wait_value(tones, ["e0", "a1", "a2", "b1"])
     await page.click("[data-piece='1'] .t:last-of-type")
     await page.wait_text("[data-f=pointed]", "trainer − worker −0.0500 nats, ratio 0.951")
     # And so does the page that is kept on a disk
@@ -309,7 +309,7 @@ async def test_tokens_are_coloured_by_how_far_the_trainer_s_log_probabilities_di
     offline = await browser.open(file.as_uri())
     await choose(offline, "colour", "difference")
     await offline.wait_text("[data-f=legend]", "half as likely")
-    assert await offline.evaluate(tones) == ["e0", "a1", "a2", "b1"]
+    await offline.wait_value(tones, ["e0", "a1", "a2", "b1"])
     assert page.complaints() == []
 
 
@@ -322,7 +322,7 @@ async def test_a_trajectory_that_branches_is_a_tree(api: ApiWorld, browser: Brow
     page = await browser.open(f"{api.url}runs/r1/trajectories/g1.0")
     await page.wait_text("[data-piece='3'] header", "branches off piece 2 (turn)")
     depths = "[...document.querySelectorAll('.piece')].map((piece) => piece.style.getPropertyValue('--depth'))"
-    assert await page.evaluate(depths) == ["0", "0", "1", "1"]
+    await page.wait_value(depths, ["0", "0", "1", "1"])
     await page.click("[data-f=messages] summary")
     await page.wait_text("[data-f=messages] pre", "go")
 
@@ -386,13 +386,13 @@ async def test_what_serving_users_saw_is_plotted_and_judged(api: ApiWorld, brows
     page = await browser.open(f"{api.url}serving")
     await page.wait_text("[data-verdict=serving-1]", "hurt")
     await page.wait_text("[data-verdict=serving-1]", "9")
-    assert await page.evaluate("document.querySelectorAll('.uplot canvas').length") == 4
+    await page.wait_value("document.querySelectorAll('.uplot canvas').length", 4)
     label = "document.querySelector('.uplot-host').getAttribute('aria-label')"
     assert "objective 60 ms" in await page.evaluate(label)
     # When another span is chosen, the address keeps it
     await choose(page, "span", "1h")
     await page.wait_text("[data-verdict=serving-1]", "hurt")
-    assert await page.evaluate("location.search") == "?span=1h"
+    await page.wait_value("location.search", "?span=1h")
     assert page.complaints() == []
 
 
@@ -420,7 +420,7 @@ async def test_of_a_thousand_workers_those_in_sight_are_drawn_and_any_is_found(a
         "document.querySelector('[data-worker=w0333] [data-f=lend_off]').getBoundingClientRect().right"
     )
     assert ends < 1440
-    assert await page.evaluate("location.search") == "?q=w0333"
+    await page.wait_value("location.search", "?q=w0333")
     assert page.complaints() == []
 
 
@@ -432,10 +432,10 @@ async def test_leases_are_told_over_time_by_lane_and_in_words(api: ApiWorld, bro
     await page.wait_text("[data-f=lease-legend]", "night-run", timeout_s=10)
     await page.wait_text("[data-f=looked]", "as written down every minute, last at")
     label = "document.querySelector('[data-lane=serving-1] .lease-lane').getAttribute('aria-label')"
-    assert await page.evaluate(label) == "serving-1: 3 leases; at last run night-run, 2 slots, guard open"
-    assert await page.evaluate("document.querySelector('[data-lane=agent-1]') === null")
+    await page.wait_value(label, "serving-1: 3 leases; at last run night-run, 2 slots, guard open")
+    await page.wait_value("document.querySelector('[data-lane=agent-1]') === null", True)
     drawn = "[...document.querySelectorAll('[data-lane=serving-1] .lease-lane i')].map((each) => each.dataset.guard)"
-    assert await page.evaluate(drawn) == ["shut", "open", "shut", "narrow", "open"]
+    await page.wait_value(drawn, ["shut", "open", "shut", "narrow", "open"])
     # also with keys alone
     await page.tab_to("[data-lane=serving-1] summary")
     await page.press("Enter")
@@ -445,11 +445,11 @@ async def test_leases_are_told_over_time_by_lane_and_in_words(api: ApiWorld, bro
     await page.wait_gone("[data-lane=serving-1]")
     await choose(page, "span", "6h")
     await page.wait_text("[data-lane=w1] ol", "", timeout_s=10)
-    assert await page.evaluate("location.search") == "?show=leases&q=w1&span=6h"
+    await page.wait_value("location.search", "?show=leases&q=w1&span=6h")
     # And the workers are there again
     await choose(page, "show", "")
     await page.wait_text("[data-worker=w1]", "w1")
-    assert await page.evaluate("document.querySelector('#lease-times') === null")
+    await page.wait_value("document.querySelector('#lease-times') === null", True)
     assert page.complaints() == []
 
 
@@ -462,10 +462,10 @@ async def test_of_a_thousand_workers_fifty_lanes_are_asked_for_and_drawn_at_a_ti
     lanes = "document.querySelectorAll('[data-lane]').length"
     await page.wait_for("document.querySelector('[data-lane=w0049]')", timeout_s=15)
     await page.wait_text("[data-f=looked]", "Nothing is written down of that time", timeout_s=10)
-    assert await page.evaluate(lanes) == 50
+    await page.wait_value(lanes, 50)
     await page.click("[data-f=more-lanes]")
     await page.wait_for("document.querySelector('[data-lane=w0099]')")
-    assert await page.evaluate(lanes) == 100
+    await page.wait_value(lanes, 100)
     for _ in range(200):
         asked = [address.count("worker=") for address in page.requested() if "leases/history" in address]
         if 100 in asked:
@@ -474,7 +474,7 @@ async def test_of_a_thousand_workers_fifty_lanes_are_asked_for_and_drawn_at_a_ti
     assert max(asked) == 100
     await page.type("[data-f=search]", "w0777")
     await page.wait_text("[data-lane=w0777]", "w0777")
-    assert await page.evaluate(lanes) == 1
+    await page.wait_value(lanes, 1)
     assert page.complaints() == []
 
 
@@ -490,7 +490,7 @@ async def test_events_come_as_they_happen_and_are_searched_and_filtered(api: Api
     await page.wait_text("[data-f=found]", "12 of 201")
     await choose(page, "kind", "lease.granted")
     await page.wait_text("[data-f=found]", "1 of 201")
-    assert await page.evaluate("document.querySelector('#all-events i') === null")
+    await page.wait_value("document.querySelector('#all-events i') === null", True)
     assert page.complaints() == []
 
 
@@ -534,7 +534,7 @@ async def test_dead_letters_are_grouped_by_cause_retried_and_discarded_after_a_l
 async def test_addresses_that_lead_nowhere_say_so(api: ApiWorld, browser: Browser) -> None:
     page = await browser.open(f"{api.url}runs/%3Cb%3Er%2F1%25'%22")
     await page.wait_text("#view", "There is no run <b>r/1%'\" here.")
-    assert await page.evaluate("document.querySelector('#view b') === null")
+    await page.wait_value("document.querySelector('#view b') === null", True)
     for address in ("runs/%E0%A4%A", "runs/r1/nothing"):
         await page.call("Page.navigate", url=f"{api.url}{address}")
         await page.wait_text("#view", "There is nothing at this address.")
@@ -552,10 +552,10 @@ async def test_a_page_at_a_deep_address_works_behind_a_prefix_and_takes_a_key(
         await page.wait_text("#key-dialog", "Key needed")
         page = await browser.open(f"{root}runs/r1/trajectories/g1.0#key={key}")
         await page.wait_text("[data-piece='1']", "left")
-        assert await page.evaluate("location.href") == f"{root}runs/r1/trajectories/g1.0"
+        await page.wait_value("location.href", f"{root}runs/r1/trajectories/g1.0")
         await page.click("#nav a[href$=workers]")
         await page.wait_text("#view", "No worker is connected")
-        assert await page.evaluate("location.pathname") == "/rl/fabric/workers"
+        await page.wait_value("location.pathname", "/rl/fabric/workers")
 
 
 async def test_an_api_that_goes_away_and_comes_back_is_waited_for(broker_url: str, browser: Browser) -> None:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.again import VARIABLE
 from tests.parts import MARGIN, PARTS, Part, main, run
 
-MAKEFILE = (Path(__file__).parents[2] / "Makefile").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 
 
 class Machine:
-    """Takes so many seconds for a share of 1. breaks: names of parts that fail."""
+    """Takes so many seconds for a share of 1. breaks: names of parts that fail. again: those with a test that passes
+    only alone.
+    """
 
-    def __init__(self, unit_s: float, breaks: tuple[str, ...] = ()) -> None:
-        self.unit_s, self.breaks = unit_s, breaks
+    def __init__(self, unit_s: float, breaks: tuple[str, ...] = (), again: tuple[str, ...] = ()) -> None:
+        self.unit_s, self.breaks, self.again = unit_s, breaks, again
         self.time_s, self.made = 0.0, list[str]()
 
-    def make(self, part: Part) -> bool:
+    def make(self, part: Part) -> tuple[bool, tuple[str, ...]]:
         self.time_s += self.unit_s * part.share
         self.made.append(part.name)
-        return part.name not in self.breaks
+        return part.name not in self.breaks, ("tests/test_a.py::test_b",) if part.name in self.again else ()
 
     def run(self, limit_s: float | None) -> list[tuple[str, bool | None]]:
         parts = [Part(name, (name,), share) for name, share in (("a", 1.0), ("b", 3.0), ("c", 0.5), ("d", 0.1))]
@@ -48,10 +55,10 @@ def test_with_a_limit_nothing_is_begun_behind_a_first_part_that_failed_and_its_t
 
 
 def test_an_interrupt_ends_it_with_what_was_done_until_then() -> None:
-    def make(part: Part) -> bool:
+    def make(part: Part) -> tuple[bool, tuple[str, ...]]:
         if part.name == "b":
             raise KeyboardInterrupt
-        return True
+        return True, ()
 
     found = run([Part(name, (name,), 1.0) for name in "abc"], None, make, lambda: 0.0)
     assert [(each.name, each.is_good, each.told) for each in found][1:] == [("b", False, "INTERRUPTED")]
@@ -66,10 +73,11 @@ def test_a_limit_that_is_none_is_refused(text: str) -> None:
 
 def test_what_was_left_out_says_so_with_its_command() -> None:
     parts = [Part("first", ("test",), 1.0), Part("second", ("test-slow",), 10.0)]
-    machine = Machine(60.0)
+    machine = Machine(60.0, again=("first",))
     found = run(parts, 120.0, machine.make, lambda: machine.time_s)
+    assert found[0].again == ("tests/test_a.py::test_b",)
     assert [each.told for each in found] == [
-        "passed in 1.0 min",
+        "passed in 1.0 min, 1 ONLY ALONE:",
         f"LEFT OUT: it takes {10 * MARGIN:.0f} min, and 1 are left; make test-slow",
     ]
 
@@ -83,3 +91,34 @@ def test_every_test_is_in_one_part_and_every_part_is_a_target() -> None:
         "alone",
         '"long and not alone"',
     ]
+
+
+TESTS = """
+import os, pytest
+
+@pytest.mark.parametrize("place", ["a", "b c"])
+def test_needs_the_machine_for_itself(place):
+    assert "PYTEST_XDIST_WORKER" not in os.environ and "PYTEST_PLUGINS" not in os.environ
+
+def test_passes():
+    pass
+
+def test_is_broken():
+    assert not os.environ.get("BROKEN")
+"""
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_fails_beside_others_is_played_again_alone_and_named_and_a_fault_stays_one(
+    is_broken: bool, tmp_path: Path
+) -> None:
+    file, again = tmp_path / "test_two.py", tmp_path / "again"
+    file.write_text(TESTS)
+    place = {**os.environ, "PYTEST_PLUGINS": "tests.again", VARIABLE: str(again), "BROKEN": "1" if is_broken else ""}
+    options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", str(ROOT / "pyproject.toml")]
+    words = [sys.executable, "-m", "pytest", *options, "--numprocesses", "1", str(file)]
+    done = subprocess.run(words, cwd=ROOT, env=place, capture_output=True, text=True, check=False)
+    name = "test_two.py::test_needs_the_machine_for_itself"
+    assert done.returncode == (1 if is_broken else 0), done.stdout
+    assert f"=== {3 if is_broken else 2} failed; once more" in done.stdout
+    assert not again.exists() if is_broken else again.read_text().splitlines() == [f"{name}[a]", f"{name}[b c]"]

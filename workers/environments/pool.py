@@ -45,8 +45,8 @@ class PoolConfig:
     """How long an idle process waits before the pool ends it."""
     start_count_max: int = field(default_factory=lambda: os.cpu_count() or 1)
     """Processes of one program that may start at once."""
-    start_s: float = 30.0
-    """A start with all its imports may take this long."""
+    start_s: float = 120.0
+    """A start with all its imports may take this long: on a busy machine, a large package takes more than 30 s."""
     play_s: float = 1800.0
     """A whole episode that an agent plays by itself may take this long."""
     memory_bytes_max: int = WORLD_MEMORY_BYTES_MAX

@@ -22,10 +22,11 @@ import psutil
 import pytest
 
 from rollfab.fabric.broker.embedded import EmbeddedBroker
+from tests.support.until import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 
-WAIT_S = 60.0
+WAIT_S = PATIENCE * 60.0
 NOTHING = ("--dedicated", "0", "--agents", "0")
 CTRL_C = b"\x03"
 
