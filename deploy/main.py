@@ -132,7 +132,9 @@ app = typer.Typer(
 def main() -> None:
     """Entry point: run a command, turn errors into one clear line."""
     arguments = [each for each in sys.argv[1:] if each != "--debug"]
-    is_debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("ROLLFAB_DEBUG") == "1"
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    is_debug = "--debug" in sys.argv[1:] or os.environ.get("ROLLFAB_DEBUG") == "1"
     if is_debug:
         os.environ["ROLLFAB_DEBUG"] = "1"  # also for the roles that `up` and `demo` start
     os.umask(0o077)  # logs, data and keys that this process or a child of it writes are for its user alone

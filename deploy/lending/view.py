@@ -45,15 +45,34 @@ def _held_back(seen: dict[str, Any]) -> list[str]:
         return []
     held = set(switched["worker_ids"]) - set(switched["lending_ids"])
     rows = [row for row in seen["serving_workers"] if row["worker_id"] in held]
-    steps = {row["worker_id"]: f"lend on --worker {row['worker_id']}" for row in rows}
-    steps |= {f"{POOL}{row['pool']}": f"lend on --pool {row['pool']}" for row in rows if row["pool"]}
-    steps |= {ALL: "lend clear --all"} if held or not switched["worker_ids"] else {}
-    said = {subject: seen["lends"][subject]["mode"] for subject in steps if subject in seen["lends"]}
+    names = {row["worker_id"]: f"--worker {row['worker_id']}" for row in rows}
+    names |= {f"{POOL}{row['pool']}": f"--pool {row['pool']}" for row in rows if row["pool"]}
+    names |= {ALL: "--all"} if held or not switched["worker_ids"] else {}
+    said = {subject: (name, seen["lends"][subject]) for subject, name in names.items() if subject in seen["lends"]}
     return [
-        f"{subject_text(subject)}: {mode}, and the strictest word holds: `{command(steps[subject])}` takes that back"
-        for subject, mode in said.items()
-        if mode != "on" and subject != switched["subject"]
+        f"{subject_text(subject)}: {what}: `{command(step)}` takes that back"
+        for subject, (name, setting) in said.items()
+        for what, step in _holds(setting, name, is_switched=subject == switched["subject"])
     ]
+
+
+def _holds(setting: dict[str, Any], name: str, *, is_switched: bool) -> list[tuple[str, str]]:
+    """Name what of one setting holds its workers back now or at times, and the command that takes it back.
+
+    Args:
+        name: the words of the command line that name whom it is said of.
+    """
+    if setting["mode"] != "on":
+        step = f"lend clear {name}" if name == "--all" else f"lend on {name}"
+        return [] if is_switched else [(f"{setting['mode']}, and the strictest word holds", step)]
+    caps = {"slots": "slot_count_max", "compute": "compute_fraction_max", "memory": "memory_fraction_max"}
+    found = [
+        (f"at most 0 {option}", f"lend limit {name} --{option} none")
+        for option, key in caps.items()
+        if setting[key] == 0
+    ]
+    hours = ", ".join(setting["hours"])
+    return [*found, *([(f"lent only {hours} UTC", f"lend limit {name} --hours none")] if hours else [])]
 
 
 def _switched(row: dict[str, Any]) -> list[str]:

@@ -47,8 +47,10 @@ def did_you_mean(given: str, known: Iterable[str], then: str = "") -> str:
     """Write the end of a refusal: the known names nearest to `given`, or else those there are. then: what to do."""
     end = f". {then}" if then else ""
     names = sorted(set(known))
-    near = difflib.get_close_matches(given[:200], names, n=3, cutoff=0.6)
+    folded = [each.casefold() for each in names]
+    close = difflib.get_close_matches(given[:200].casefold(), dict.fromkeys(folded), n=3, cutoff=0.6)
+    near = [name for each in close for name, found in zip(names, folded, strict=True) if found == each]
     if near:
-        return f"did you mean {' or '.join(near)}?{end[1:]}"
+        return f"did you mean {' or '.join(near[:3])}?{end[1:]}"
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return (f"there are {', '.join(names[:NAMES_SHOWN])}{more}" if names else "there are none") + end

@@ -439,6 +439,9 @@ def _unleased(view: _View) -> Iterator[Cause]:
         if code in reasons:
             named = "; ".join(reasons[code][:NAME_COUNT])
             more = "; and others" if len(reasons[code]) > NAME_COUNT else ""
+            if code == "lend_off" and all(each.role == "serving" for each in view.holders.values()):
+                text = f"no dedicated worker of its model is connected, and {text}"
+                step = f"{step}; or start a dedicated one: `rollfab worker --model {_plain(view.config.model)}`"
             yield view.cause(code, text.format(run=view.name) + named + more, step)
 
 

@@ -18,6 +18,7 @@ from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.contract.sharing import SharingReport
 from rollfab.fabric.opened import RedisFabric
+from rollfab.fabric.rules.lending.hours import minute_of_week
 from rollfab.fabric.rules.lending.terms import terms
 from rollfab.fabric.rules.serving.facts import Slo
 from rollfab.workers.serving.guarding.ledger import SharingLedger
@@ -189,6 +190,29 @@ async def test_whatever_else_is_said_of_a_worker_is_named_with_what_takes_it_bac
     for steps in found.values():
         assert (await desk.json("status"))["serving_workers"][0]["terms"]["mode"] == "off"
         await desk.run(*steps)
+    assert (await desk.json("status"))["serving_workers"][0]["terms"]["mode"] == "on"
+
+
+async def test_bounds_that_leave_nothing_are_named_with_what_takes_them_back(desk: Desk) -> None:
+    # Given a pool with bounds of nothing and without an hour now, of which one is older than the switch
+    await desk.beat("w1", pool="chat")
+    await desk.run("limit", "--pool", "chat", "--slots", "0")
+    minute = minute_of_week(await desk.fabric.board.wall_ms())
+    hour = f"{(minute // 60 + 12) % 24:02d}:00"  # far from now
+    await desk.run("limit", "--worker", "w1", "--memory", "0", "--hours", f"{hour}-{hour[:2]}:30")
+    # When it is lent, then each is named with what takes it back, and that does
+    await desk.run("on", "--worker", "w1")
+    shown = " ".join((await desk.run("on", "--pool", "chat")).split())
+    steps = {
+        "pool chat: at most 0 slots": "limit --pool chat --slots none",
+        "w1: at most 0 memory": "limit --worker w1 --memory none",
+        f"w1: lent only {hour}-{hour[:2]}:30 UTC": "limit --worker w1 --hours none",
+    }
+    for what, step in steps.items():
+        assert f"{what}: " in shown and f"lend {step}` takes that back" in shown, shown
+    for step in steps.values():
+        assert (await desk.json("status"))["serving_workers"][0]["terms"]["mode"] != "on"
+        await desk.run(*step.split())
     assert (await desk.json("status"))["serving_workers"][0]["terms"]["mode"] == "on"
 
 

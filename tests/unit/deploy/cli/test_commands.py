@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rollfab import __version__
 from rollfab.deploy.cli.options import RunFirst
-from rollfab.deploy.main import app
+from rollfab.deploy.main import app, main
 
 ROLES = ("up", "broker", "controller", "agent", "worker", "reward", "gateway")  # they print what they log
 
@@ -95,6 +95,14 @@ def test_a_shell_that_asks_the_command_is_answered() -> None:
     env = {**os.environ, **typed_in("bash", "complete", "rollfab sta")}
     said = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60).stdout
     assert re.search(r"\bstatus\b", said)
+
+
+def test_help_is_a_word_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, shown in ((["help"], "A rollout fabric"), (["help", "lend"], "rollfab lend [OPTIONS]")):
+        monkeypatch.setattr("sys.argv", ["rollfab", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0 and shown in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

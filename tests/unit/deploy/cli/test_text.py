@@ -83,6 +83,8 @@ def test_the_status_shows_what_a_worker_says_of_itself_without_obeying_it() -> N
 
 def test_the_nearest_names_are_said_or_else_those_there_are() -> None:
     assert did_you_mean("caht", ["chat", "batch"]) == "did you mean chat?"
+    assert did_you_mean("CHAT", ["chat", "batch"]) == "did you mean chat?"
+    assert did_you_mean("run", ["Run", "RUN", "r2"]) == "did you mean RUN or Run?"
     assert did_you_mean("x", ["chat", "batch"]) == "there are batch, chat"
     assert did_you_mean("x", [f"name-{index}" for index in range(20)]).endswith("and 12 more")
     assert did_you_mean("x", []) == "there are none"

@@ -234,6 +234,15 @@ def test_it_comes_first_where_nothing_else_is_wrong(code: str) -> None:
     assert codes(diagnose(CASES[code][0], "r1"))[0] == code
 
 
+def test_a_dedicated_worker_that_is_gone_is_named_beside_the_serving_ones_that_are_not_lent() -> None:
+    gone = diagnose(CASES["lend_off"][0], "r1")[0]
+    assert gone.text.startswith("no dedicated worker of its model is connected, and no serving worker is lent")
+    assert "`rollfab worker --model tiny`" in gone.step
+    failed = replace(WORKER, state="failed", error="out of memory", run_id=None)
+    both = diagnose(scene(None, CONTROLLER, AGENT, failed, SERVING, lends=OFF), "r1")
+    assert [each.text[:30] for each in both[:2]] == ["no worker can generate for run", "no serving worker is lent for "]
+
+
 def test_what_is_most_fundamental_comes_first() -> None:
     # Given a run for which everything is missing, one thing after the other is mended
     run, found = status(head=-1), []
