@@ -40,7 +40,7 @@ async def broken(page: Page, axe: str) -> list[str]:
     return rows
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 async def test_axe_finds_nothing_in_any_view(api: ApiWorld, browser: Browser, scheme: str) -> None:
     await furnish(api)
     axe = gzip.decompress(AXE.read_bytes()).decode()

@@ -173,7 +173,7 @@ def leases_held(start_ms: int) -> list[tuple[int, LeaseSample]]:
     return [(minute, LeaseSample(name, start_ms + 60_000 * minute, *rest)) for minute, name, *rest in rows]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 async def test_every_view_is_whole_at_every_size(api: ApiWorld, browser: Browser, pictures: Path, scheme: str) -> None:
     await furnish(api)
     for width, height in SIZES:

@@ -17,7 +17,7 @@ from tests.sim.world import Outcome, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 PART = 40  # seeds per test, so that none takes long
-PARTS_AT_FIRST = 4  # the others are played among the long tests
+PARTS_AT_FIRST = 2  # the others are played among the long tests
 COUNT = 400  # `make sim SEEDS=1000` plays more
 HANDFUL = 8
 

@@ -9,7 +9,7 @@ import pytest
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from tests.fault.weights.collective_kills import run
 
-pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.long, pytest.mark.redis, pytest.mark.timeout(600)]
 
 
 def test_whatever_dies_or_freezes_in_a_round_no_other_process_does_and_the_version_is_live(tmp_path: Path) -> None:

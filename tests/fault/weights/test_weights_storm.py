@@ -23,7 +23,7 @@ from rollfab.fabric.opened import RedisFabric
 from tests.bench.chaos.relay import Relay
 from tests.fault.weights.weights_processes import FORKS, RUN, read_journal, receive, train
 
-pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.redis]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.long, pytest.mark.redis]
 
 RECEIVERS = ("direct", "first", "second")  # the last two share a node
 VERSION_COUNT = 120

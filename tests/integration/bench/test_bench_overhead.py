@@ -74,6 +74,7 @@ def test_every_workload_fills_all_slots_and_fits_its_model() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.redis
 @pytest.mark.timeout(90)
 def test_a_real_measurement_reports_both_arms() -> None:

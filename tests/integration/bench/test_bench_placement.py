@@ -6,7 +6,7 @@ import pytest
 
 from tests.bench.placement.main import COLUMNS, EXTEND, FLOOR, QUICK, faults, measure, print_table
 
-pytestmark = [pytest.mark.slow, pytest.mark.redis]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.redis]
 
 
 async def test_a_quick_run_gives_every_job_out_once_and_times_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,7 @@ def test_a_broker_that_holds_something_is_left_alone(capsys: pytest.CaptureFixtu
 
 @pytest.mark.timeout(60)
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_given_broker_is_left_empty() -> None:
     settings = dataclasses.replace(QUICK, round_count=1, round_s=0.05, wait_s=0.2, peers=())
     with EmbeddedBroker.start() as broker, redis.Redis.from_url(broker.url) as client:

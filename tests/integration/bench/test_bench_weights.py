@@ -119,7 +119,9 @@ def test_a_recording_gives_back_every_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(90)  # in a new clone the compiled loops are compiled first, for every width
-@pytest.mark.parametrize("density", [0.001, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 0.3, 1.0))])
+@pytest.mark.parametrize(
+    "density", [0.001, *(pytest.param(each, marks=[pytest.mark.slow, pytest.mark.long]) for each in (0.0, 0.3, 1.0))]
+)
 def test_every_code_gives_back_the_new_weights(tmp_path: Path, density: float) -> None:
     # Given a model that walks along its recorded states
     made = states(density)

@@ -158,10 +158,10 @@ async def test_the_tools_of_a_taskset_are_called() -> None:
     ("task", "told"),
     [
         ({"idx": 9}, "idx is 9, and the taskset has 5 rows"),
-        ({"idx": "2"}, "idx is '2', expected a whole number from 0 to 999,999"),
         ({"seed": 1}, "'seed' is no field of SumData: push {\"idx\": 0}"),
-        ({"prompt": "1+1?"}, "answer\n  Field required"),
-        ({}, "the task is empty: push"),
+        pytest.param({"idx": "2"}, "idx is '2', expected a whole number from 0 to 999,999", marks=pytest.mark.long),
+        pytest.param({"prompt": "1+1?"}, "answer\n  Field required", marks=pytest.mark.long),
+        pytest.param({}, "the task is empty: push", marks=pytest.mark.long),
     ],
 )
 async def test_a_task_that_is_none_is_refused_by_name(task: dict[str, Any], told: str) -> None:
@@ -170,35 +170,34 @@ async def test_a_task_that_is_none_is_refused_by_name(task: dict[str, Any], told
     assert told in str(failed.value)
 
 
-@pytest.mark.parametrize(
-    ("task", "reason", "told"),
-    [
-        ({"how": "hangs", "prompt": "look"}, "timeout", "play took longer than 6 s"),
-        ({"how": "blocks", "prompt": "look"}, "timeout", "play took longer than 6 s"),
-        ({"how": "endless", "prompt": "look"}, "timeout", "play took longer than 6 s"),
-        ({"idx": 1}, "timeout", "play took longer than 6 s"),  # a row that never comes
-        ({"how": "exits", "prompt": "look"}, "crashed", "3"),
-        ({"how": "leaves", "prompt": "look"}, "play", "SystemExit"),
-        ({"how": "huge", "prompt": "look"}, "play", "bytes"),
-    ],
-)
-async def test_a_bad_taskset_fails_by_name_and_the_next_episode_is_well(
-    task: dict[str, Any], reason: str, told: str
-) -> None:
+HARM: list[tuple[dict[str, Any], str, str]] = [  # a task; the reason's kind and words
+    ({"how": "hangs", "prompt": "look"}, "timeout", "play took longer than 6 s"),
+    ({"how": "blocks", "prompt": "look"}, "timeout", "play took longer than 6 s"),
+    ({"how": "endless", "prompt": "look"}, "timeout", "play took longer than 6 s"),
+    ({"idx": 1}, "timeout", "play took longer than 6 s"),  # a row that never comes
+    ({"how": "exits", "prompt": "look"}, "crashed", "3"),
+    ({"how": "leaves", "prompt": "look"}, "play", "SystemExit"),
+    ({"how": "huge", "prompt": "look"}, "play", "bytes"),
+]
+
+
+async def test_a_bad_taskset_fails_by_name_and_the_next_episode_is_well() -> None:
     with scripted_model({"content": "word"}) as model, contextlib.chdir(TASKSETS):
         access = Access(base_url=model.base_url, key="rfs-secret")
         async with Registry([f"world={PYTHON}:verifiers:bad"], pool=PoolConfig(play_s=6.0)) as registry:
-            for each, is_bad in ((task, True), ({"idx": 0}, False)):
-                world = await registry.open("world", timeout_s=30.0 * PATIENCE)
+
+            async def played(task: dict[str, Any]) -> Played:
+                world = await registry.open("world")
                 try:
-                    if is_bad:
-                        with pytest.raises(EnvironmentFailed) as failed:
-                            await world.play(each, 7, access)
-                        assert failed.value.facts["reason"] == reason and told in str(failed.value)
-                    else:
-                        assert (await world.play(each, 7, access)).reward == 1.0
+                    return await world.play(task, 7, access)
                 finally:
                     await world.close()
+
+            for task, reason, told in HARM:
+                with pytest.raises(EnvironmentFailed) as failed:
+                    await played(task)
+                assert failed.value.facts["reason"] == reason and told in str(failed.value), task
+                assert (await played({"idx": 0})).reward == 1.0, task
 
 
 async def test_a_model_that_refuses_fails_the_attempt_with_its_words() -> None:

@@ -45,7 +45,13 @@ def test_what_is_live_is_what_was_published_for_a_handful_of_seeds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("first", range(5, 5 + COUNT, PART))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=pytest.mark.long if first >= 5 + COUNT // 3 else ())
+        for first in range(5, 5 + COUNT, PART)
+    ],
+)
 def test_what_is_live_is_what_was_published(first: int) -> None:
     seen = play(range(first, first + PART))
     # And something has happened
