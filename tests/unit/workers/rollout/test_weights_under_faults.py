@@ -20,7 +20,7 @@ PART = 5  # seeds per test
 COUNT = 30  # times VERSION_COUNT versions
 FAULTS = "kill_worker stop_worker kill_trainer stop_trainer second_trainer fall_back fill_up spoil"
 PLANTED_COUNT = 30  # seeds in which a planted bug must show
-LIKELY = (28,)  # a seed that shows the rarest, looked at first
+LIKELY = (28, 7, 6)  # seeds that show the rarest, looked at first
 
 
 @pytest.fixture(autouse=True)
