@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from ...fabric.contract.text import did_you_mean
 from .problems import Refused
 
-PATHS = "/v1/"  # elsewhere are pages, whose addresses may carry what others add to links
+PATHS = ("/v1/", "/readyz")  # elsewhere are pages, whose addresses may carry what others add to links
 
 
 async def known_parameters(request: Request) -> None:

@@ -45,13 +45,22 @@ TAKEN_BACK_S = 5.0  # how long the answer waits for what workers give back
 LOGGED = ("lend.", "lease.")  # kinds of events
 
 
+def _begun_actions(incomplete: str) -> list[str]:
+    return [each for each in (*SWITCHES, *VIEWS) if each.startswith(incomplete)]
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command("lend")(_lend)
 
 
 def _lend(
-    action: Annotated[str, typer.Argument(help="on, observe, off, limit, clear; status, log, report; or slots.")],
+    action: Annotated[
+        str,
+        typer.Argument(
+            help="on, observe, off, limit, clear; status, log, report; or slots.", autocompletion=_begun_actions
+        ),
+    ],
     worker: Annotated[str | None, typer.Option(help="One serving worker. Default: all.")] = None,
     pool: Annotated[str | None, typer.Option(help="One pool of serving workers. Default: all.")] = None,
     everyone: Annotated[

@@ -564,6 +564,7 @@ async def test_the_report_the_plan_and_the_metrics_say_what_lending_costs_and_gi
         ("v1/runs/r1/trajectories?statee=finished", "has no query parameter 'statee'; did you mean state?"),
         ("v1/status?since_ms=0", "has no query parameter 'since_ms'; there are none"),
         ("v1/history?count=3&cout=3", "has no query parameter 'cout'; did you mean count?"),
+        ("readyz?rn=r1", "has no query parameter 'rn'; did you mean run?"),
         ("v1/history?COUNT=3", "has no query parameter 'COUNT'; did you mean count?"),
         ("v1/history?count=3&count=4", "takes 'count' once, and it is given 2 times"),
     ],

@@ -114,3 +114,4 @@ def test_shells_complete_commands_and_options(shell: str) -> None:
     assert re.search(r"\bstatus\b", asked("complete", "rollfab sta"))
     assert "--watch" in asked("complete", "rollfab status --w")
     assert re.search(r"\bdiscard\b", asked("complete", "rollfab dead dis"))
+    assert re.search(r"\bobserve\b", asked("complete", "rollfab lend o"))
