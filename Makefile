@@ -17,6 +17,8 @@ BENCH ?= queue
 # Tests wait a lot, for claims to end and processes to start: side by side, whole files at a time, they take half as long.
 # Three on two cores: each more collects all tests once more, five seconds of a core.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Files with such a mark, so that each process does not collect all the others.
+MARKED = $$(grep -rl 'mark\.$(1)' tests --include='test_*.py' --exclude-dir=vllm --exclude-dir=trl --exclude-dir=verl)
 PIP_VLLM := $(VLLM)/bin/python -m pip --disable-pip-version-check
 PYTEST_VLLM := $(VLLM)/bin/python -m pytest tests/vllm tests/integration/engines/test_engine_contract.py
 PYTEST_VLLM_SHARED := $(PYTEST_VLLM) -m "not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -65,13 +67,13 @@ test-all: check $(CLIENTS)/.done ## check, then every test: slow ones, a real br
 	@$(BIN)/python -m tests.parts $(if $(MINUTES),--minutes $(MINUTES))
 
 test-slow: $(VENV)/.dev $(CLIENTS)/.done
-	$(PYTEST) tests -m "slow and not long and not alone" $(ARGS)
+	$(PYTEST) $(call MARKED,slow) -m "slow and not long and not alone" $(ARGS)
 
 test-long: $(VENV)/.dev $(CLIENTS)/.done
-	$(PYTEST) tests -m "long and not alone" $(ARGS)
+	$(PYTEST) $(call MARKED,long) -m "long and not alone" $(ARGS)
 
 test-alone: $(VENV)/.dev $(CLIENTS)/.done
-	$(BIN)/python -m pytest tests -m alone $(ARGS)
+	$(BIN)/python -m pytest $(call MARKED,alone) -m alone $(ARGS)
 
 test-trl: $(TRL)/.done ## the tests with the real TRL on the CPU, in an environment of their own
 	$(PYTEST_TRL) $(ARGS)

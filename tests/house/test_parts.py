@@ -85,12 +85,17 @@ def test_what_was_left_out_says_so_with_its_command() -> None:
 def test_every_test_is_in_one_part_and_every_part_is_a_target() -> None:
     targets = dict(re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE))
     recipes = "".join(targets[word] for part in PARTS for word in part.words)
-    assert re.findall(r'tests -m ("[^"]+"|\w+)', recipes) == [
-        '"not slow and not alone"',
-        '"slow and not long and not alone"',
-        "alone",
-        '"long and not alone"',
+    assert re.findall(r'(tests|MARKED,\w+\)) -m ("[^"]+"|\w+)', recipes) == [
+        ("tests", '"not slow and not alone"'),
+        ("MARKED,slow)", '"slow and not long and not alone"'),
+        ("MARKED,alone)", "alone"),
+        ("MARKED,long)", '"long and not alone"'),
     ]
+    # And a mark is written in the file whose tests have it, where the recipes look for it
+    places = [
+        path for path in (ROOT / "tests").rglob("*.py") if re.search(r"mark\.(slow|long|alone)\b", path.read_text())
+    ]
+    assert [str(path) for path in places if not path.name.startswith("test_")] == []
 
 
 TESTS = """
