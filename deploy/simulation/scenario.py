@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...fabric.contract.errors import ConfigError
-from ...fabric.contract.text import did_you_mean
+from ...fabric.contract.text import did_you_mean, one_line
 from ...fabric.host.files import read_regular
 from .arms import ARMS
 from .machine.workload import KINDS
@@ -140,7 +140,7 @@ def read_scenario(source: str | Path) -> Scenario:
     found: dict[str, Any] = {"name": Path(name).stem}
     for key, value in tables.items():
         if key == "name" and isinstance(value, str):
-            found["name"] = value
+            found["name"] = one_line(value)
         elif key not in PARTS:
             raise ConfigError(f"{name}: {key} is no part of a scenario: {did_you_mean(key, ['name', *PARTS])}")
         elif not isinstance(value, dict):

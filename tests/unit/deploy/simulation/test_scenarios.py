@@ -57,6 +57,10 @@ def test_a_scenario_that_cannot_be_meant_is_refused_by_name(tmp_path: Path, text
     assert told in str(refused.value)
 
 
+def test_a_name_is_one_line_of_every_table(tmp_path: Path) -> None:
+    assert read_scenario(written(tmp_path, 'name = "two\\nlines\\u001b[31m"')).name == r"two\nlines\x1b[31m"
+
+
 TINY = """
 [cluster]
 dedicated = 1
