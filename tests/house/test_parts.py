@@ -119,7 +119,8 @@ def test_what_fails_beside_others_is_played_again_alone_and_named_and_a_fault_st
 ) -> None:
     file, again = tmp_path / "test_two.py", tmp_path / "again"
     file.write_text(TESTS)
-    place = {**os.environ, "PYTEST_PLUGINS": "tests.again", VARIABLE: str(again), "BROKEN": "1" if is_broken else ""}
+    place = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    place |= {"PYTEST_PLUGINS": "tests.again", VARIABLE: str(again), "BROKEN": "1" if is_broken else ""}
     options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", str(ROOT / "pyproject.toml")]
     words = [sys.executable, "-m", "pytest", *options, "--numprocesses", "1", str(file)]
     done = subprocess.run(words, cwd=ROOT, env=place, capture_output=True, text=True, check=False)
