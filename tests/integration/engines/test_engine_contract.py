@@ -26,7 +26,7 @@ from rollfab.workers.engines.base import Engine, EngineLimits, Generation, Gener
 from tests.support.device import DEVICE
 from tests.support.processes.scheduling_ahead import scheduling_ahead
 from tests.support.queue.played_worker import RUN, Stage
-from tests.support.until import until
+from tests.support.until import PATIENCE, until
 from tests.support.weights.reference import (
     kept_logprobs,
     kept_logprobs_elsewhere,
@@ -153,7 +153,7 @@ async def gather(engine: Engine, count: int) -> dict[str, Generation]:
     """The next `count` that end."""
     ended: dict[str, Generation] = {}
     while len(ended) < count:
-        batch = await engine.finished(5.0)
+        batch = await engine.finished(10.0 * PATIENCE)
         assert batch, "nothing ended in time"
         for generation in batch:
             assert generation.request_id not in ended
