@@ -16,9 +16,10 @@ from ...fabric.rules.serving.tax import sharing_totals, with_taxes
 from ..access.auth import who
 from ..access.problems import Refused
 from ..reading.lending import lending_worker, value_of
+from ..reading.views import readiness
 from ..schemas.answers import Problem
 from ..schemas.base import shown
-from ..schemas.lending import Lend, Lending, LendRequest, LendSettingView, Plan, Sharing, SharingView
+from ..schemas.lending import Lend, Lending, LendRequest, LendSettingView, Plan, RouterAdvice, Sharing, SharingView
 from .context import Context
 
 TAKEN_BACK_S = 1.0  # how long an answer waits for what workers give back
@@ -32,7 +33,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def router(context: Context) -> APIRouter:
-    """Make the routes /v1/lending, /v1/sharing, /v1/plan, and the switches of workers and pools."""
+    """Make the routes /v1/lending, /v1/lending/advice, /v1/sharing, /v1/plan, and the switches of workers and pools."""
     routes = APIRouter(prefix="/v1")
 
     @routes.post("/workers/{worker_id}/lend", responses=ERRORS, tags=["control"])
@@ -55,6 +56,16 @@ def router(context: Context) -> APIRouter:
         status = await context.status.read()
         workers = [lending_worker(worker) for worker in status.workers if worker.lend_terms is not None]
         return Lending(settings=status.lending, workers=workers)
+
+    @routes.get("/lending/advice", tags=["read"])
+    async def advice() -> RouterAdvice:
+        """Tell serving's router which workers to spare while the others can serve, so that rollouts have them alone.
+
+        A router that does not follow loses nothing: guards keep the objectives either way.
+        """
+        status, plan = await context.status.read(), await context.ports.board.plan()
+        is_led = readiness(status.workers).is_ready
+        return RouterAdvice(extra_requests=plan.extra_requests if plan is not None and is_led else {})
 
     @routes.get("/sharing", tags=["read"])
     async def sharing() -> Sharing:

@@ -133,6 +133,15 @@ class Sharing(Model):
     totals: SharingTotals
 
 
+class RouterAdvice(Model):
+    """Advice to the router in front of serving engines, to be read once a second and forgotten after three."""
+
+    extra_requests: dict[str, int]
+    """By serving worker: how many requests more than its engine has the router should count, when it looks for the one
+    with the fewest; 0 for all others. Empty where nothing is advised, and where no controller has been heard of for
+    3 s."""
+
+
 class Plan(Model):
     """The plan, if a controller has made one."""
 

@@ -115,6 +115,9 @@ ARMS: dict[str, Arm] = {
         lender=Planned,
         lent_places=0.25,
     ),
+    "ours-advised": Arm(
+        text="ours, where serving's router follows the advice", lender=lambda: Planned(is_followed=True)
+    ),
     "no-affinity": Arm(text="ours, and the run asks for no prefix affinity", lender=Planned, places="shared"),
     "no-move": Arm(text="ours; turns never leave in the middle", lender=lambda: Planned(drains=True)),
     "no-reserve": Arm(text="ours; no reserve for arrivals", lender=Planned, policy=no_reserve),

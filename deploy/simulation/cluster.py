@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -104,6 +104,7 @@ class Cluster:
         self.batches: list[Batch] = []
         self.offered = self.lendable[: setup.offered]
         self.place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
+        self.extra_requests: Mapping[str, int] = {}  # that serving's router counts where there are none
         self._homes = Homes()
         self._queued: deque[Trajectory] = deque()
         self._claimed = 0
@@ -152,7 +153,7 @@ class Cluster:
             return
         setup = self.setup
         arrival = setup.load[index]
-        least = min(self.lendable, key=_load)
+        least = min(self.lendable, key=self._load)
         least.arrive(arrival.prompt_tokens, arrival.completion_tokens)
         index += 1
         if index == len(setup.load):
@@ -162,6 +163,14 @@ class Cluster:
     def requests(self) -> list[Request]:
         """Return all requests that serving was sent."""
         return [each for engine in self.lendable if engine.serving for each in engine.serving.requests]
+
+    def advise(self, extra_requests: Mapping[str, int]) -> None:
+        """Let serving's router count so many requests more of these instances."""
+        self.extra_requests = extra_requests
+
+    def _load(self, engine: Engine) -> int:
+        assert engine.serving is not None
+        return engine.serving.load + self.extra_requests.get(engine.name, 0)
 
     def drain(self) -> None:
         """Let serving answer what has come, with nothing new: a tail that is cut off would count as missed."""
@@ -451,11 +460,6 @@ class Cluster:
         self.books.check(running + sum(turn.made for turn in waits))
         for engine in self.engines:
             engine.check_time()
-
-
-def _load(engine: Engine) -> int:
-    assert engine.serving is not None
-    return engine.serving.load
 
 
 def _free_since(engine: Engine) -> int:

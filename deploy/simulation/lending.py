@@ -18,6 +18,7 @@ from ...fabric.contract.records import Lease, WorkerInfo
 from ...fabric.contract.sharing import GuardView, LendSetting
 from ...fabric.ports.queue import RunStatus, Survey
 from ...fabric.rules.lending import capacity
+from ...fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_requests, followed
 from ...fabric.rules.lending.capacity import CapacityRule, Grant
 from ...fabric.rules.serving.facts import StepWork
 from ...workers.controller.demand import Census
@@ -32,6 +33,7 @@ from .machine.turns import Turn
 POOL, KEPT = "serving", "kept"  # serving workers whose team lends them, and others
 ONE = StepWork(decode_count=1)
 TICK_S = 0.5  # between two plans; production makes one every 0.25 s
+TELL_S = 2.0  # until a router that polls once a second has heard of new advice
 FOLLOW_S = 0.25  # between two looks of a lent worker at its guard and memory; production looks every 0.1 s
 ROSE_MARK, ROSE_CUT = 0.8, 0.5  # of serving's KV cache, above which what rollouts hold is cut to this, once a step
 
@@ -193,10 +195,12 @@ class Planned(Nobody):
     """Production's controller at every tick, and its workers' giving way.
 
     drains: a lease that ends waits for its turns, and none ever leaves in the middle: the ablation without migration.
+    is_followed: serving's router follows the advice whom to spare.
     """
 
-    def __init__(self, *, drains: bool = False) -> None:
-        self._drains = drains
+    def __init__(self, *, drains: bool = False, is_followed: bool = False) -> None:
+        self._drains, self._is_followed = drains, is_followed
+        self._advice: dict[str, Advice] = {}
         self._rule = CapacityRule(requires_probe=True)
         self._census = Census()
         self._grants: list[Grant] = []
@@ -228,6 +232,10 @@ class Planned(Nobody):
         infos = [info for info, _ in survey.workers.values()]
         facts = self._census.workers(infos, survey, self._lends, now_s=now_s, wall_ms=survey.wall_ms)
         runs = [self._census.run(status, now_s) for status in survey.runs.values()]
+        self._advice = advise(facts, runs, self._advice, now_s, AdviceRule())
+        facts = followed(facts, self._advice)
+        if self._is_followed:
+            cluster.events.after(TELL_S, cluster.advise, extra_requests(self._advice))
         self._owed = capacity.settle(self._owed, self._grants, runs, TICK_S, self._rule)
         self._grants = capacity.plan(facts, runs, self._rule)
         self._census.learn(facts, self._grants, now_s)
@@ -300,6 +308,8 @@ class Planned(Nobody):
             stage_ms=int(1000 * setup.fetch_s),
             pool="" if view is None else POOL if engine in cluster.offered else KEPT,
             headroom_fraction=view.headroom_fraction if view else None,
+            load_fraction=view.load_fraction if view else None,
+            request_count=view.request_count if view else None,
             guard_state=view.state if view else None,
             open_fraction=view.open_fraction if view else None,
             probe=view.probe if view else None,

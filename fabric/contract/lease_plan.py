@@ -1,13 +1,14 @@
 """What a capacity controller writes down: what it decides to change, its reasons, and how all went.
 
 - A LeaseChange is what one worker's lease is to become; the board carries many out at once.
-- A LeasePlan is for people and pages: the newest plan whole, a line per worker and a line per run. Nothing acts on it.
+- A LeasePlan is for people and pages: the newest plan whole, a line per worker and a line per run. Only
+  serving's routers act on a part of it: on extra_requests.
 - A Sample is for people who look later: totals and levels of one moment, once a minute.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .fields import check_parts
@@ -81,6 +82,9 @@ class LeasePlan(Record):
     """The time when the plan last changed, since 1970, by the controller's clock."""
     rows: tuple[PlanRow, ...] = ()
     runs: tuple[RunDemand, ...] = ()
+    extra_requests: dict[str, int] = field(default_factory=dict)
+    """How many requests more than they have serving's router should count of which workers
+    (fabric/rules/lending/advice.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

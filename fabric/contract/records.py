@@ -468,6 +468,7 @@ class WorkerInfo(Record):
         "slot_count": (0, SLOT_COUNT_MAX),
         "running_count": (0, SLOT_COUNT_MAX),
         "headroom_fraction": (-WHOLE_MAX, 1),  # below 0: beyond the objective
+        "load_fraction": (0, WHOLE_MAX),  # above 1: more than it can serve in time
         "step_error_fraction_p50": (0, WHOLE_MAX),
         "step_error_fraction_p95": (0, WHOLE_MAX),
     }
@@ -491,6 +492,10 @@ class WorkerInfo(Record):
     """Reward functions that a reward worker offers."""
     headroom_fraction: float | None = None
     """Distance to the SLO on a serving worker; null where nothing is measured."""
+    load_fraction: float | None = None
+    """Of its device's time, what its serving engine needs to keep its objectives; null: not known."""
+    request_count: int | None = None
+    """Requests that its serving engine has not answered yet; null: not known."""
     state: str = "ready"
     """ready; loading (its engine, or its run's first weights); waiting (a serving worker, for its serving engine);
     asleep (without a lease, until it gets one); failed."""

@@ -79,6 +79,8 @@ class GuardView:
     reason: str = "there is no probe yet"
     shut_s: float = 0.0
     headroom_fraction: float | None = None
+    load_fraction: float | None = None
+    request_count: int | None = None
     open_fraction: float = 0.0
     kv_tokens_max: int | None = None
     step_error_p50: float | None = None

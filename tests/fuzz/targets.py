@@ -147,6 +147,7 @@ RECORDS: tuple[Record, ...] = (
         made_at_ms=7,
         rows=(PlanRow(worker_id="w1", role="serving", slot_count=2, run_id=None, reason="why"),),
         runs=(RunDemand(run_id="r1", open_count=5, dedicated_count=4, borrowed_count=1),),
+        extra_requests={"w1": 12},
     ),
     LendSetting(mode="on", slot_count_max=4, compute_fraction_max=0.3, hours=["mon-fri 22:00-06:00"], said_by="a"),
     SharingReport(worker_id="w1", since_s=5.0, alone={"request_count": 3, "ttft_ms_p99": 9.5}, token_count=7),

@@ -29,6 +29,7 @@ from ...fabric.contract.sharing import LendSetting
 from ...fabric.inspect.diagnosing import Cause, diagnose_survey
 from ...fabric.inspect.history import sample_of
 from ...fabric.ports.queue import LeaseBoard, Survey
+from ...fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_requests, followed
 from ...fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, plan, settle
 from ...fabric.rules.lending.lease import has_ended
 from .demand import Census
@@ -58,6 +59,7 @@ class ControllerConfig:
     sample_s: float = 60.0
     """Seconds between two samples that are kept for people who look later."""
     rule: CapacityRule = field(default_factory=CapacityRule)
+    advice: AdviceRule = field(default_factory=AdviceRule)
 
 
 class Controller:
@@ -71,6 +73,7 @@ class Controller:
         self._census = Census()
         self._ticked_at_s: float | None = None
         self._grants: list[Grant] = []
+        self._advice: dict[str, Advice] = {}
         self._owed: dict[str, float] = {}
         self._trusting_until_s = 0.0
         self._count = 0
@@ -107,6 +110,8 @@ class Controller:
         runs = [self._census.run(status, now_s) for status in survey.runs.values()]
         self._owed = settle(self._owed, self._grants, runs, passed_s, self._config.rule)
         runs = [dataclasses.replace(run, owed=self._owed.get(run.run_id, 0.0)) for run in runs]
+        self._advice = advise(facts, runs, self._advice, now_s, self._config.advice)
+        facts = followed(facts, self._advice)
         grants = self._grants = plan(facts, runs, self._config.rule)
         self._census.learn(facts, grants, now_s)
         changes, news = self._changes(term, grants, survey)
@@ -122,7 +127,7 @@ class Controller:
     def _begin(self, term: int) -> None:
         """Begin a term; forget all of an earlier one, as another process may have led since."""
         self._term, self._count = term, 0
-        self._census, self._grants, self._owed = Census(), [], {}
+        self._census, self._grants, self._advice, self._owed = Census(), [], {}, {}
         self._shown = None
         self._standing = Standing()
         self._lease_log = LeaseLog()
@@ -225,11 +230,16 @@ class Controller:
             return self._shown
         rows = tuple(_row(workers[grant.worker_id], grant) for grant in grants)
         demand = tuple(_demand(run, grants, moved_at_ms[run.run_id]) for run in runs)
-        if self._shown is not None and (self._shown.rows, self._shown.runs) == (rows, demand):
-            return self._shown
         shown = LeasePlan(
-            controller_id=self._config.worker_id, term=term, made_at_ms=self._clock.wall_ms(), rows=rows, runs=demand
+            controller_id=self._config.worker_id,
+            term=term,
+            made_at_ms=self._clock.wall_ms(),
+            rows=rows,
+            runs=demand,
+            extra_requests=extra_requests(self._advice),
         )
+        if self._shown is not None and dataclasses.replace(shown, made_at_ms=self._shown.made_at_ms) == self._shown:
+            return self._shown
         if await self._board.set_plan(shown):
             self._shown, self._shown_at_s = shown, now_s
         return self._shown

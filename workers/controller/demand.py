@@ -135,6 +135,9 @@ class Census:
             lend=offer[0],
             lend_reason=offer[1],
             headroom_fraction=info.headroom_fraction,
+            load_fraction=info.load_fraction,
+            request_count=info.request_count,
+            pool=info.pool,
             run_id=run_id,
             is_lent=leased is not None,
             activation_ms=_activation_ms(info) if leased is None else 0,  # under a lease it is waking already

@@ -140,6 +140,8 @@ def _waited_for(state: str, run_id: str | None, active_version: int, readiness: 
 def _guard_facts(view: GuardView) -> dict[str, Any]:
     return {
         "headroom_fraction": view.headroom_fraction,
+        "load_fraction": view.load_fraction,
+        "request_count": view.request_count,
         "guard_state": _guard_state(view),
         "guard_reason": view.reason,
         "open_fraction": view.open_fraction,

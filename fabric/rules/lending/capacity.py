@@ -37,9 +37,10 @@ def plan(workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: Capacit
     return [grants[worker.worker_id] for worker in workers]
 
 
-def _order(worker: WorkerFacts) -> tuple[bool, bool, int, int, str]:
+def _order(worker: WorkerFacts) -> tuple[int, bool, int, int, str]:
     setup_ms = worker.activation_ms + worker.fetch_ms
-    return worker.lend is not None, not worker.is_lent, _risk_level(worker), setup_ms, worker.worker_id
+    rank = 0 if worker.lend is None else 1 if worker.is_spared else 2
+    return rank, not worker.is_lent, _risk_level(worker), setup_ms, worker.worker_id
 
 
 def _risk_level(worker: WorkerFacts) -> int:
@@ -114,10 +115,12 @@ class _Lending:
         """Keep a worker that is lent as long as it is of use, and a while longer."""
         rule, slots = self._rule, _offered(worker)
         if run.open_count == 0:
+            if worker.is_spared:
+                return _made(worker, run, slots, "kept for the next step: serving's router sends it nothing")
             if run.idle_s < rule.take_back_after_s:
                 return _made(worker, run, slots, f"kept: demand is gone for {run.idle_s:.1f} s only")
             return _made(worker, run, 0, "the slots given are enough")
-        if self._is_worth(worker, run):
+        if worker.is_spared or self._is_worth(worker, run):
             return _made(worker, run, slots, self._demand(run))
         why = self._no_need(worker, run)
         if worker.doubt_s < rule.take_back_after_s:
@@ -186,6 +189,8 @@ def _refusal(worker: WorkerFacts, rule: CapacityRule) -> str | None:
         return f"its guard has been shut for {worker.shut_s:.1f} s"
     if not worker.is_lent and worker.withdrawn_s < rule.rest_s:
         return f"rests: it was taken back for serving {worker.withdrawn_s:.1f} s ago"
+    if worker.is_spared is False:
+        return "it serves for the workers that its pool's router sends nothing to"
     if worker.guard_state is not None:
         return None  # it keeps the promise by itself, and uses the headroom up on purpose: how open it is counts
     least = rule.headroom_min_fraction if worker.is_lent else rule.headroom_lend_fraction

@@ -20,6 +20,10 @@ class WorkerFacts:
     is; 0: it lacks none.
     probe: what shows a serving engine to its guard; None: nothing is served beside it. shut_s: how long its guard has
     let nothing run. open_fraction: of the last seconds, in which it let rollouts run.
+    pool: whose requests it serves. load_fraction: of its device's time, what serving needs. request_count: those that
+    are not answered yet. None: not known.
+    is_spared: its router sends it nothing (True), or what spared workers would get (False); None: nothing is advised,
+    or the router does not follow.
     doubt_s: how long there has been a reason to take it back. withdrawn_s: how long ago it was taken back for the sake
     of serving.
     """
@@ -31,6 +35,10 @@ class WorkerFacts:
     lend: int | None = None
     lend_reason: str = "lending is switched off"
     headroom_fraction: float | None = None
+    pool: str = ""
+    load_fraction: float | None = None
+    request_count: int | None = None
+    is_spared: bool | None = None
     run_id: str | None = None
     is_lent: bool = False
     activation_ms: int = 0

@@ -523,6 +523,28 @@ async def test_what_cannot_be_obeyed_is_refused_and_changes_nothing(api: ApiWorl
     assert await api.fabric.board.lends() == {}
 
 
+async def test_a_router_reads_whom_to_spare_while_a_controller_lives(api: ApiWorld) -> None:
+    assert await api.json("v1/lending/advice") == {"extra_requests": {}}
+    term = await api.fabric.board.lead("c1", 1000)
+    plan = LeasePlan(controller_id="c1", term=term, made_at_ms=5, extra_requests={"serving-1": 12})
+    assert await api.fabric.board.set_plan(plan)
+    assert await api.json("v1/lending/advice") == {"extra_requests": {}}  # it may be long dead
+    await api.beat("c1", "controller")
+    advised = {"extra_requests": {"serving-1": 12}}
+    await until(lambda: heard(api, advised))
+    await until(lambda: heard(api, {"extra_requests": {}}), every_s=0.2)  # it has been silent for 3 s
+    for path in ("v1/lending/advise", "v1/lending/advice/chat"):
+        assert (await api.http.get(path)).status_code == 404
+    refused = await api.json("v1/lending/advice?pool=chat", status=422)
+    assert "pool" in refused["message"]
+    assert (await api.http.post("v1/lending/advice", json=advised)).status_code == 405
+
+
+async def heard(api: ApiWorld, advice: dict[str, Any]) -> bool:
+    await api.beat("serving-1", "serving")  # else nothing looks at the broker's clock, and it stands still
+    return bool(await api.json("v1/lending/advice") == advice)
+
+
 async def test_the_report_the_plan_and_the_metrics_say_what_lending_costs_and_gives(api: ApiWorld) -> None:
     assert (await api.json("v1/plan"))["plan"] is None
     assert (await api.json("v1/sharing"))["totals"]["shared_attained_fraction"] is None

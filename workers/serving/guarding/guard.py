@@ -20,6 +20,7 @@ from ....fabric.contract.sharing import GuardView
 from ....fabric.rules.serving.burst import Arrivals, BurstRule, arrived, reserve_s
 from ....fabric.rules.serving.facts import ServingState, Slo, StepSample, StepWork
 from ....fabric.rules.serving.guard import Allowance, GuardFacts, GuardRule, decide
+from ....fabric.rules.serving.load import Answers, load_fraction
 from ....fabric.rules.serving.step_time import StepErrors, StepModel, cold, predict, refit
 from ..probes.reader import Arrival, End, Step
 from .ledger import SharingLedger
@@ -119,7 +120,7 @@ class Guard:
         self._policies: tuple[Policy, ...] = (decide, *policies)
         self._serving = self._rollout = cold(0.03, 0.0002, 0.0005)
         self._errors = StepErrors()
-        self._arrivals = Arrivals()
+        self._arrivals, self._answers = Arrivals(), Answers()
         self._first_new_arrival_s: float | None = None
         self._ledger = SharingLedger(self._slo)
         self._allowance = Allowance(step_tokens=0, reason="there is no probe yet")
@@ -240,6 +241,7 @@ class Guard:
             self._serving = refit(self._serving, sample)
         for end in self._probe.new_ends():
             self._ledger.ended(end)
+            self._answers = self._answers.noted(end.token_count)
 
     # ---- telling
 
@@ -253,12 +255,18 @@ class Guard:
             reason=allowance.reason if self._is_lent(now_s) else f"observing only: {allowance.reason}",
             shut_s=max(0.0, now_s - self._shut_at_s) if is_shut and self._shut_at_s is not None else 0.0,
             headroom_fraction=round(self._headroom, 4) if state is not None else None,
+            load_fraction=self._load(now_s, state) if state is not None else None,
+            request_count=len(state.waiting) + len(state.running) if state is not None else None,
             open_fraction=round(self._open_fraction, 4),
             step_error_p50=self._errors.p50,
             step_error_p95=self._errors.p95,
             probe=self._probe.name,
             probe_age_ms=round(1000 * (now_s - state.seen_at_s), 1) if state is not None else -1.0,
         )
+
+    def _load(self, now_s: float, state: ServingState) -> float | None:
+        load = load_fraction(self._arrivals, self._answers, state, now_s, self._serving, self._slo)
+        return None if load is None else round(load, 4)
 
     def sharing(self) -> dict[str, Any]:
         """Return the fields of a SharingReport, without the worker's id and token count."""

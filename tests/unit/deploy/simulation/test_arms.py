@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from lupa.lua51 import LuaRuntime
 
+from rollfab.deploy.simulation import lending
 from rollfab.deploy.simulation import run as runs
 from rollfab.deploy.simulation.arms import ARMS, idle_only, rose
 from rollfab.deploy.simulation.cluster import Cluster, urgency
@@ -18,6 +19,7 @@ from rollfab.deploy.simulation.machine.books import Books, Broken
 from rollfab.deploy.simulation.scenario import ServingPart, WorkPart
 from rollfab.fabric import queue
 from rollfab.fabric.rules.lending import capacity
+from rollfab.fabric.rules.lending.advice import extra_requests
 from rollfab.fabric.rules.queue.placement import NO_HOME, Homes
 from rollfab.fabric.rules.serving.facts import RunningRequest, ServingState, Slo, StepWork, WaitingRequest
 from rollfab.fabric.rules.serving.guard import Allowance, GuardFacts, GuardRule
@@ -127,6 +129,34 @@ def test_who_shares_all_without_a_guard_slows_serving_most() -> None:
     assert all_of_them.served and ours.served and alone.served
     assert all_of_them.harvest > ours.harvest > 0
     assert all_of_them.served.tpot_ms_p50 > ours.served.tpot_ms_p50 > alone.served.tpot_ms_p50
+
+
+SPARE = replace(  # four serving instances at light load, of which two can carry all
+    CROWDED, cluster=replace(SMALL.cluster, serving=4)
+)
+
+
+def test_a_router_that_follows_the_advice_makes_steps_faster_and_one_that_does_not_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed, ignored = run("ours-advised", SPARE), run("ours", SPARE)
+    assert followed.served and followed.served.attained == 1.0
+    assert followed.rollout_s < 0.97 * ignored.rollout_s
+
+    monkeypatch.setattr(lending, "advise", lambda *_: {})
+    assert outcome(run("ours", SPARE)) == outcome(ignored)
+
+
+def test_a_burst_reaches_the_instances_that_are_spared_and_is_late_if_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bursty = replace(SPARE, serving=ServingPart(trace="azure-code", capacity_per_s=1.3))
+    counted = run("ours-advised", bursty, load=2.0)
+    assert counted.served and counted.served.attained == 1.0
+
+    monkeypatch.setattr(lending, "extra_requests", lambda advice: dict.fromkeys(extra_requests(advice), 1_000_000))
+    shunned = run("ours-advised", bursty, load=2.0)
+    assert shunned.served and shunned.served.attained < 0.99
 
 
 def facts(state: ServingState | None, **changes: Any) -> GuardFacts:

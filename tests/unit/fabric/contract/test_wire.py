@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.errors import InputError, PayloadTooLarge, SchemaUnknown, WireError
+from rollfab.fabric.contract.lease_plan import LeasePlan
 from rollfab.fabric.contract.records import (
     RunConfig,
     Sampling,
@@ -123,6 +124,14 @@ def test_what_an_older_or_a_newer_worker_says_of_itself_is_read() -> None:
     older = object.__new__(Newer)
     older.__dict__.update({name: fields[name] for name in ("worker_id", "role", "pid", "host", "state")})
     assert WorkerInfo.decode(older.encode()) == WorkerInfo(worker_id="w", role="dedicated", pid=1, host="h")
+
+
+def test_a_plan_of_an_older_controller_is_read_and_advises_nothing() -> None:
+    plan = LeasePlan(controller_id="c", term=1, made_at_ms=2)
+    older = object.__new__(LeasePlan)
+    older.__dict__.update({name: value for name, value in vars(plan).items() if name != "extra_requests"})
+    assert b"extra_requests" not in older.encode()
+    assert LeasePlan.decode(older.encode()) == plan
 
 
 def test_a_field_that_nobody_declared_is_refused_elsewhere() -> None:

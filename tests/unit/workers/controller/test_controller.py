@@ -419,3 +419,43 @@ async def test_the_plan_says_when_something_last_came_of_a_run() -> None:
     setting.fabric.tables_of("r1").count("turns_settled")
     later = dataclasses.replace(await setting.board.survey(), now_ms=survey.now_ms + 900)
     assert census.moved_at_ms(later)["r1"] == survey.now_ms + 900
+
+
+async def test_whom_serving_s_router_should_spare_is_written_down_and_ends_with_demand() -> None:
+    # Given four workers of a pool that two could carry
+    clock = HandClock()
+    setting = await Setting().begin(20)
+    await setting.board.forget_worker("serving")
+    seen = {"probe": "vllm", "guard_state": "open", "open_fraction": 1.0, "pool": "chat", "request_count": 2}
+    for n in range(4):
+        await setting.beat(f"s{n}", "serving", load_fraction=0.25, **seen)
+    await setting.board.set_lend("*", "on")
+    controller = setting.controller(clock=clock)
+    # When some seconds pass
+    for _ in range(40):
+        clock.now += 0.25
+        await controller.tick(1)
+    # Then the advice to their router is in the plan: four requests each for two, and some for chance
+    assert await advised(setting) == {"s0": 9, "s1": 9}
+    # And one that is taken back returns by and by
+    await setting.board.set_lend("s0", "off")
+    for _ in range(16):
+        clock.now += 0.25
+        await controller.tick(1)
+    assert 0 < (await advised(setting))["s0"] < 9
+    # A successor begins from what it sees: nothing of an earlier term counts
+    later = setting.controller("c2", clock)
+    await later.tick(2)
+    assert "s0" not in await advised(setting)
+    # And nobody is spared, once the run has had no work for long
+    setting.demand(0)
+    for _ in range(31):
+        clock.now += 10.0
+        await later.tick(2)
+    assert await advised(setting) == {}
+
+
+async def advised(setting: Setting) -> dict[str, int]:
+    plan = await setting.board.plan()
+    assert plan is not None
+    return plan.extra_requests

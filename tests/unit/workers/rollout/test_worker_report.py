@@ -33,10 +33,21 @@ def told(guard: Guarded | None, *, is_observing: bool = False, held: HeldMemory 
 
 
 def test_a_worker_tells_what_its_guard_sees() -> None:
-    view = GuardView(state="narrow", reason="why", headroom_fraction=0.4, open_fraction=0.9, probe="vllm")
+    view = GuardView(
+        state="narrow",
+        reason="why",
+        headroom_fraction=0.4,
+        load_fraction=0.3,
+        request_count=7,
+        open_fraction=0.9,
+        probe="vllm",
+    )
     info = told(lambda: view)
     assert (info.guard_state, info.guard_reason, info.probe, info.pool) == ("narrow", "why", "vllm", "chat")
     assert (info.headroom_fraction, info.open_fraction, info.slot_count) == (0.4, 0.9, 8)
+    assert (info.load_fraction, info.request_count) == (0.3, 7)
+    swamped = told(lambda: replace(view, load_fraction=2.5))
+    assert WorkerInfo.decode(swamped.encode()).load_fraction == 2.5, "it is heard of when it has most to do"
 
 
 def test_a_worker_tells_how_far_off_its_guard_predicts_steps_and_what_it_holds() -> None:
