@@ -94,10 +94,13 @@ def test_whatever_is_shown_says_that_it_is_simulated(tmp_path: Path, words: list
         found: dict[str, Any] = orjson.loads(shown.output)
         assert found["tag"].startswith("simulated")
         assert found["by_load"][0]["arms"]["fixed"]["over_fixed"]["mean"] == 1.0
+        row = found["by_load"][0]["arms"]["ours"]
+        assert row["simulated_s_per_cpu_s"] == pytest.approx(row["simulated_s"] / row["cpu_s"], rel=0.1)
     else:
         table = shown.output.partition("All figures")[0]
         assert max(map(len, table.splitlines())) <= 80
         assert "…" not in table
+        assert "simulated seconds in one of a core" in " ".join(shown.output.split())
 
 
 def test_a_plan_borrows_only_what_makes_steps_faster_and_keeps_the_promise() -> None:
