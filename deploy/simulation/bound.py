@@ -12,6 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...fabric.rules.serving.facts import StepWork
 from ..replay.records import Arrival
 from .machine.cost import StepCost
@@ -25,26 +28,28 @@ def spare(arrivals: Sequence[Arrival], duration_s: float, cost: StepCost, tpot_s
         arrivals: of that GPU, within [0, duration_s).
     """
     seconds = math.ceil(duration_s)
-    prefill_s, active, context = [0.0] * seconds, [0.0] * seconds, [0.0] * seconds
+    prefill_s, active, context = [0.0] * seconds, np.zeros(seconds), np.zeros(seconds)
     for each in arrivals:
         prompt = each.prompt_tokens
         prefill_s[int(each.at_s)] += 1e-6 * cost.token_us * prompt + 1e-9 * cost.attention_ns * prompt**2 / 2
         _decode_at(each, tpot_s, active, context)
     found = []
-    for prefill, count, tokens in zip(prefill_s, active, context, strict=True):
+    for prefill, count, tokens in zip(prefill_s, active.tolist(), context.tolist(), strict=True):
         step_s = cost.seconds(StepWork(decode_count=max(1, round(count)), context_tokens=round(tokens)), 0.0)
         found.append(max(0.0, 1.0 - prefill - min(1.0, count) * step_s / tpot_s))
     return found
 
 
-def _decode_at(arrival: Arrival, tpot_s: float, active: list[float], context: list[float]) -> None:
+def _decode_at(arrival: Arrival, tpot_s: float, active: NDArray[np.float64], context: NDArray[np.float64]) -> None:
     """Add a request that lives as long as the SLO allows to the mean of every second that it lives in."""
     begin, end = arrival.at_s, arrival.at_s + (arrival.completion_tokens - 1) * tpot_s
-    for second in range(int(begin), min(math.ceil(end), len(active))):
-        lived_s = min(end, second + 1) - max(begin, second)
-        made = (max(begin, second) + lived_s / 2 - begin) / tpot_s
-        active[second] += lived_s
-        context[second] += lived_s * (arrival.prompt_tokens + made)
+    first, last = int(begin), min(math.ceil(end), len(active))
+    seconds = np.arange(first, last)
+    since = np.maximum(begin, seconds)
+    lived_s = np.minimum(end, seconds + 1) - since
+    made = (since + lived_s / 2 - begin) / tpot_s
+    active[first:last] += lived_s
+    context[first:last] += lived_s * (arrival.prompt_tokens + made)
 
 
 def alone_s(plan: TrajectoryPlan, cost: StepCost) -> float:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 from ...fabric.contract.records import RunConfig, Span
 from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, READY_MS, Homes
@@ -33,7 +34,7 @@ from .machine.workload import StepPlan
 
 LENT_CHUNK, OWN_CHUNK = 512, 2048  # prompt tokens in one rollout step: beside serving, and alone
 NEARLY_COMPLETE = 4  # a quarter of a group's quorum missing: use/ring.lua of the broker says the same, and a test it
-GRACE_S, READY_S = GRACE_MS / 1000, READY_MS / 1000
+GRACE_S, READY_S, PATIENCE_S = GRACE_MS / 1000, READY_MS / 1000, PATIENCE_MS_MAX / 1000
 STRAY_COUNT, SHARE_SLACK = 16, 1.125  # as use/homed.lua and use/share.lua of the broker say
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
 DRAIN_S = 600.0
@@ -101,6 +102,7 @@ class Cluster:
             engine.version = self.head_version
         self.engines = [*self.dedicated, *self.lendable]
         self.by_name = {engine.name: engine for engine in self.engines}
+        self._leased = list(self.dedicated)
         self.batches: list[Batch] = []
         self.offered = self.lendable[: setup.offered]
         self.place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
@@ -184,6 +186,7 @@ class Cluster:
         """Lend an engine out; it takes turns once it is awake and has the weights."""
         number = self._leases[engine.name] = self._leases.get(engine.name, 0) + 1
         engine.is_leased, engine.is_ready = True, False
+        self._leased.append(engine)
         if engine.guard is not None:
             engine.guard.orders = GuardOrders(is_lent=True, policy=int(self.setup.policy is not None))
         self.events.after(self.setup_s(engine), self._got_ready, engine, number)
@@ -198,6 +201,8 @@ class Cluster:
 
     def revoke(self, engine: Engine) -> None:
         """End a lease: its turns go on elsewhere."""
+        if engine.is_leased:
+            self._leased.remove(engine)
         engine.is_leased = engine.is_ready = False
         self._leave_parked(engine)
         engine.take_back(engine.turns(), keeps_tokens=self.setup.keeps_tokens)
@@ -261,9 +266,9 @@ class Cluster:
         home = self._homes.leave(str(trajectory.number))
         turn.home = home.worker_id if home.version >= self.head_version or self.setup.places == "affine" else ""
         trajectory.turn = turn
-        is_alone = sum(each.is_leased for each in self.engines) <= 1
-        if self.setup.places == "home" and turn.home and self.by_name[turn.home].is_leased and not is_alone:
-            self._park(turn, self.by_name[turn.home])
+        home_engine = self.by_name[turn.home] if turn.home and self.setup.places == "home" else None
+        if home_engine is not None and home_engine.is_leased and len(self._leased) > 1:
+            self._park(turn, home_engine)
         else:
             self._push(turn)
         self.place()
@@ -286,17 +291,13 @@ class Cluster:
         turn.waits_since_s = self.events.now_s
         self._homed[row[1]] = turn
         heapq.heappush(self._parked.setdefault(home.name, []), row)
-        for grace_s in (0.0, GRACE_S):
-            least_s = min((self._patience_s(each, turn) for each in self.engines if each.is_leased), default=0.0)
-            self.events.after(least_s + grace_s, self._look_again, row[1])
+        least_s = patience_s(turn, min(each.us_per_token for each in self._leased))
+        self.events.after(least_s, self._look_again, row[1])
+        self.events.after(least_s + GRACE_S, self._look_again, row[1])
 
     def _look_again(self, number: int) -> None:
         if number in self._homed:
             self.place()
-
-    def _patience_s(self, engine: Engine, turn: Turn) -> float:
-        """Compute how long a turn waits for its home before this engine may take it."""
-        return min(PATIENCE_MS_MAX / 1000, 1e-6 * turn.context_tokens * engine.us_per_token)
 
     def _leave_parked(self, engine: Engine) -> None:
         """Let turns that waited for an engine which is gone wait for any."""
@@ -309,21 +310,22 @@ class Cluster:
         if self.setup.places == "affine":
             self._route()
             return
-        free = sorted(
-            (each for each in self.engines if each.turn_count < each.slot_count and each.is_ready), key=_free_since
-        )
-        for engine in free:
+        if not (self._ready or self._homed):
+            return
+        share = self._share()
+        free = [each for each in self.engines if each.is_ready and each.turn_count < each.slot_count]
+        for engine in sorted(free, key=attrgetter("free_since")):
             while self._ready or self._homed:
-                turn = self._next(engine)
+                turn = self._next(engine, share)
                 if turn is None:
                     break
                 self._begin(turn, engine)
 
-    def _next(self, engine: Engine) -> Turn | None:
+    def _next(self, engine: Engine, share: int) -> Turn | None:
         """Take the turn that the broker's script would give to a worker: claim.lua, in its order."""
         found = self._stray(engine, GRACE_S)
         own, ready = self._first(self._parked.get(engine.name, [])), self._first(self._ready)
-        has_room = self._share(engine) > engine.turn_count
+        has_room = share > engine.turn_count
         if not has_room:
             own, ready = None, self._left_to_others(ready)
         if found is None and own is not None and (ready is None or own[0] <= ready[0]):
@@ -338,12 +340,13 @@ class Cluster:
             self._homed.pop(found[1])
         return found[2]
 
-    def _share(self, engine: Engine) -> int:
+    def _share(self) -> int:
         """Count the turns that a worker may hold before it leaves others to others: use/share.lua."""
-        total = sum(each.slot_count for each in self.engines if each.is_leased)
-        if self.setup.places == "shared" or total <= engine.slot_count:
-            return engine.slot_count
-        return min(engine.slot_count, math.ceil(SHARE_SLACK * self._claimed * engine.slot_count / total))
+        slots = self.setup.slot_count
+        total = slots * len(self._leased)
+        if self.setup.places == "shared" or total <= slots:
+            return slots
+        return min(slots, math.ceil(SHARE_SLACK * self._claimed * slots / total))
 
     def _left_to_others(self, row: Waiting | None) -> Waiting | None:
         """Return a turn for anybody if nobody came for it in a while; else look again then."""
@@ -368,9 +371,12 @@ class Cluster:
 
     def _stray(self, engine: Engine, grace_s: float) -> Waiting | None:
         """Find a turn of another home that may be taken here, of the oldest few."""
+        now_s, us_per_token = self.events.now_s, engine.us_per_token
         for number, turn in islice(self._homed.items(), STRAY_COUNT):
-            waited_s = self.events.now_s - turn.waits_since_s
-            if waited_s >= self._patience_s(engine, turn) + grace_s - 1e-9 and not turn.trajectory.is_over:
+            waited_s = now_s - turn.waits_since_s
+            if waited_s < grace_s - 1e-9:
+                break  # and so did all after it
+            if waited_s >= patience_s(turn, us_per_token) + grace_s - 1e-9 and not turn.trajectory.is_over:
                 return 0, number, turn
         return None
 
@@ -462,5 +468,6 @@ class Cluster:
             engine.check_time()
 
 
-def _free_since(engine: Engine) -> int:
-    return engine.free_since
+def patience_s(turn: Turn, us_per_token: int) -> float:
+    """Compute how long a turn waits for its home before an engine of this speed may take it."""
+    return min(PATIENCE_S, 1e-6 * turn.context_tokens * us_per_token)

@@ -57,7 +57,7 @@ def sizes(engine: Engine) -> Iterator[tuple[Turn, TurnSize]]:
         yield (
             turn,
             TurnSize(
-                request_id=str(turn.key),
+                request_id=turn.name,
                 context_tokens=turn.context_tokens + made,
                 reserve_tokens=engine.reserve(turn),
                 token_count=made,
@@ -91,7 +91,7 @@ class Worker:
         if engine.turn_count:
             names = set(self._yielding.due())
             if names:
-                gone = [turn for turn in engine.turns() if str(turn.key) in names]
+                gone = [turn for turn in engine.turns() if turn.name in names]
                 engine.take_back(gone, keeps_tokens=self._cluster.setup.keeps_tokens)
 
     def may_take(self) -> int | None:
@@ -188,7 +188,7 @@ class WholeSteps(Nobody):
         budget = self._budgets[engine.name] = int(ROSE_CUT * sum(size.held_tokens for size in held))
         engine.may_take = lambda: room_for([size for _, size in sizes(engine)], budget, engine.options.turn_tokens_max)
         names = set(too_many(held, budget))
-        engine.take_back([turn for turn in engine.turns() if str(turn.key) in names], keeps_tokens=False)
+        engine.take_back([turn for turn in engine.turns() if turn.name in names], keeps_tokens=False)
 
 
 class Planned(Nobody):

@@ -72,6 +72,7 @@ class Engine:
         self.is_ready = serving is None  # awake, with the weights
         self.version = -1
         self.may_take: Callable[[], int | None] | None = None  # the worker's own word; None: it sets no bound
+        self.turn_count = 0  # that it holds
         self.kv_reserved = 0
         self.token_count = 0
         self._prefill = PrefillSpeed()
@@ -97,11 +98,6 @@ class Engine:
         self._prefills: list[tuple[Turn, int]] = []
 
     # ---- who runs
-
-    @property
-    def turn_count(self) -> int:
-        """Turns that it holds."""
-        return len(self.decoding) + len(self.prefilling)
 
     def turns(self) -> list[Turn]:
         """Return its turns, in about the order in which they were begun."""
@@ -151,6 +147,7 @@ class Engine:
         self.kv_reserved += self.reserve(turn)
         self._context += hit
         self.prefilling.append(turn)
+        self.turn_count += 1
         self.wake()
 
     def take_back(self, turns: Sequence[Turn], *, keeps_tokens: bool) -> None:
@@ -390,6 +387,7 @@ class Engine:
         else:
             self.prefilling.remove(turn)
         held = turn.context_tokens + turn.made - turn.left_prefill
+        self.turn_count -= 1
         self._books.leaves(turn.key)
         turn.engine = ""
         turn.left_prefill = 0

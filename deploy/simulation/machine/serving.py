@@ -43,6 +43,7 @@ class ServingSide:
         self.requests: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
+        self.load = 0  # requests that are not answered yet
         self.context_tokens = 0
         self.reserved_tokens = 0
         self.kv_tokens = kv_tokens
@@ -62,16 +63,12 @@ class ServingSide:
         """Whether it has a step to do."""
         return bool(self.waiting or self.running)
 
-    @property
-    def load(self) -> int:
-        """Requests that are not answered yet."""
-        return len(self.waiting) + len(self.running)
-
     def take(self, now_s: float, prompt: int, completion: int, *, is_seen: bool) -> None:
         """Take a request in. is_seen: a guard will ask for it."""
         request = Request(now_s, prompt, completion)
         self.requests.append(request)
         self.waiting.append(request)
+        self.load += 1
         if is_seen:
             self._arrivals.append(Arrival(now_s, prompt))
 
@@ -137,6 +134,7 @@ class ServingSide:
 
     def _end(self, request: Request, now_s: float, is_seen: bool) -> None:
         request.ended_s = now_s
+        self.load -= 1
         self.context_tokens -= request.prompt + request.completion
         self.reserved_tokens -= request.prompt + request.completion
         if is_seen:

@@ -61,6 +61,7 @@ class Turn:
 
     context_tokens: before its own tokens; fresh_tokens of these were computed nowhere. engine: the name of the one that
     has it; "": none. home: the one that made the turn before. read_tokens: of its prompt, what its engine computes.
+    name: its key, for rules that know turns by a text.
     """
 
     __slots__ = (
@@ -74,6 +75,7 @@ class Turn:
         "key",
         "left_prefill",
         "made",
+        "name",
         "output_tokens",
         "read_tokens",
         "since_step",
@@ -86,6 +88,7 @@ class Turn:
     def __init__(self, trajectory: Trajectory, index: int, context_tokens: int, fresh: int, output: int) -> None:
         self.trajectory = trajectory
         self.key = (trajectory.number, index)
+        self.name = str(self.key)
         self.context_tokens, self.fresh_tokens, self.output_tokens = context_tokens, fresh, output
         self.made = self.left_prefill = self.read_tokens = self.since_step = self.end_step = 0
         self.begun_s = self.waits_since_s = 0.0

@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from .facts import StepSample, StepWork
 
@@ -86,8 +88,7 @@ def refit(model: StepModel, sample: StepSample) -> StepModel:
     scatter = min(max(scatter, SCATTER_MIN), SCATTER_MAX)
     margin = max(1.0, model.margin * MARGIN_KEPT)
     if abs(error) <= band:
-        model = replace(model, scatter=scatter, margin=margin, streak=0, streak_ratio=1.0)
-        return _learned(model, sample.work, expected, ratio)
+        return _learned(model, sample.work, expected, ratio, scatter=scatter, margin=margin, streak=0, streak_ratio=1.0)
     model = _outlying(replace(model, scatter=scatter, margin=margin), ratio)
     if abs(model.streak) >= STREAK_COUNT:
         return _learned(_changed(model), sample.work, expected * model.streak_ratio, ratio / model.streak_ratio)
@@ -139,7 +140,7 @@ def _changed(model: StepModel) -> StepModel:
     )
 
 
-def _learned(model: StepModel, work: StepWork, expected: float, ratio: float) -> StepModel:
+def _learned(model: StepModel, work: StepWork, expected: float, ratio: float, **changes: Any) -> StepModel:
     """Add one row to the sums, and go towards the prices that fit them best, one price at a time, none below 0.
 
     Rows are divided by the step's predicted time, so a short step counts as much as a long one. Along what the samples
@@ -147,8 +148,8 @@ def _learned(model: StepModel, work: StepWork, expected: float, ratio: float) ->
     """
     keep = 1.0 - 1.0 / MEMORY_COUNT
     row = (1.0 / expected, work.prefill_tokens / expected, work.decode_count / expected, work.context_tokens / expected)
-    old = model.products
-    products = [keep * old[4 * i + j] + left * right for i, left in enumerate(row) for j, right in enumerate(row)]
+    new = [left * right for left in row for right in row]
+    products = [keep * before + each for before, each in zip(model.products, new, strict=True)]
     t0, t1, t2, t3 = model.targets
     targets = (
         keep * t0 + row[0] * ratio,
@@ -172,10 +173,11 @@ def _learned(model: StepModel, work: StepWork, expected: float, ratio: float) ->
         products=tuple(products),
         targets=targets,
         sample_count=min(model.sample_count + 1, 1_000_000),
+        **changes,
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepErrors:
     """Relative errors of the last predictions, newest last."""
 
@@ -185,7 +187,8 @@ class StepErrors:
 
     def noted(self, predicted_s: float, measured_s: float) -> StepErrors:
         """Add an error, |measured / predicted - 1|, and drop the oldest beyond COUNT_MAX."""
-        return StepErrors((*self.errors, abs(measured_s / max(predicted_s, 1e-9) - 1.0))[-self.COUNT_MAX :])
+        kept = self.errors[1 - self.COUNT_MAX :]
+        return StepErrors((*kept, abs(measured_s / max(predicted_s, 1e-9) - 1.0)))
 
     @property
     def p50(self) -> float | None:
@@ -197,6 +200,10 @@ class StepErrors:
         """95 of 100 errors are at most this; None: there are none."""
         return self._at(0.95)
 
+    @cached_property
+    def _ordered(self) -> list[float]:
+        return sorted(self.errors)
+
     def _at(self, fraction: float) -> float | None:
-        ordered = sorted(self.errors)
+        ordered = self._ordered
         return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))] if ordered else None

@@ -53,6 +53,8 @@ class SharingLedger:
 
     def is_shared(self, from_s: float, to_s: float) -> bool:
         """Tell whether rollouts computed in that time."""
+        if not self._ends or self._ends[-1] <= from_s:
+            return False
         at = bisect_right(self._begins, to_s)
         return at > 0 and self._ends[at - 1] > from_s
 

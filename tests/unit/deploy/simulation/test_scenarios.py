@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,10 +17,11 @@ from rollfab.deploy.simulation.bound import spare
 from rollfab.deploy.simulation.machine.cost import model_of
 from rollfab.deploy.simulation.machine.workload import draw_step
 from rollfab.deploy.simulation.plan import choose
-from rollfab.deploy.simulation.report import figure
+from rollfab.deploy.simulation.report import figure, speed_of
 from rollfab.deploy.simulation.scenario import SAMPLES, read_scenario
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.rules.serving.facts import StepWork
+from tests.support.simulated import run
 
 
 def written(path: Path, text: str) -> Path:
@@ -98,10 +100,17 @@ def test_whatever_is_shown_says_that_it_is_simulated(tmp_path: Path, words: list
         found: dict[str, Any] = orjson.loads(shown.output)
         assert found["tag"].startswith("simulated")
         assert found["by_load"][0]["arms"]["fixed"]["over_fixed"]["mean"] == 1.0
+        assert found["by_load"][0]["arms"]["ours"]["simulated_s_per_cpu_s"] > 0
     else:
         table = shown.output.partition("All figures")[0]
         assert max(map(len, table.splitlines())) <= 80
         assert "…" not in table
+        assert "simulated seconds in one of a core" in " ".join(shown.output.split())
+
+
+def test_the_simulators_speed_is_over_all_seeds_of_an_arm() -> None:
+    one = run("fixed")
+    assert speed_of([replace(one, span_s=100.0, cpu_s=1.0), replace(one, span_s=500.0, cpu_s=2.0)]) == 200.0
 
 
 def test_a_plan_borrows_only_what_makes_steps_faster_and_keeps_the_promise() -> None:
