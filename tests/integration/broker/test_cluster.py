@@ -82,7 +82,7 @@ async def test_one_unfit_node_makes_the_cluster_unfit(cluster: RedisCluster, cli
 async def test_a_cluster_without_slots_says_so(tmp_path: Path) -> None:
     with redis_server(tmp_path, "cluster-enabled yes") as server:
         with pytest.raises(BrokerError) as caught:
-            await open_broker(server.url, client_name="test", open_patience_s=2.0)
+            await open_broker(server.url, client_name="test", open_patience_s=6.0)
         assert caught.value.facts["reason"] == "cluster"
 
 
