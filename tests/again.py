@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -27,6 +29,10 @@ class Again:
     def __init__(self, told: Path) -> None:
         self._told = told
         self._failed = dict[str, None]()  # in order
+        self._is_whole = True  # all files could be read: else tests are missing, not failed
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._is_whole &= not report.failed
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -35,13 +41,25 @@ class Again:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Let the tests pass if what failed passes alone; anything but failed tests stays what it is."""
-        if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not 1 <= len(self._failed) <= COUNT_MAX:
+        has_failed = session.exitstatus == pytest.ExitCode.TESTS_FAILED and self._is_whole
+        if not has_failed or not 1 <= len(self._failed) <= COUNT_MAX:
             return
         print(f"\n\n=== {len(self._failed)} failed; once more, with nothing beside", flush=True)
-        words = [sys.executable, "-m", "pytest", "--exitfirst", *self._failed]
-        if subprocess.run(words, cwd=session.config.rootpath, check=False).returncode == 0:
+        if passes_alone(list(self._failed), session.config.rootpath):
             self._told.write_text("".join(f"{name}\n" for name in self._failed), "utf-8")
             session.exitstatus = pytest.ExitCode.OK
+
+
+def passes_alone(names: list[str], root: Path) -> bool:
+    """Play tests one by one; return whether each of them was played, and passed: one that is skipped did not."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "tests.xml")
+        words = [sys.executable, "-m", "pytest", "--exitfirst", f"--junitxml={file}", *names]
+        if subprocess.run(words, cwd=root, check=False).returncode != 0:
+            return False
+        suites = list(ElementTree.parse(file).iter("testsuite"))
+        counts = {key: sum(int(each.get(key, 0)) for each in suites) for key in ("tests", "skipped")}
+        return counts == {"tests": len(names), "skipped": 0}
 
 
 def pytest_configure(config: pytest.Config) -> None:

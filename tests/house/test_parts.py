@@ -98,33 +98,38 @@ def test_every_test_is_in_one_part_and_every_part_is_a_target() -> None:
     assert [str(path) for path in places if not path.name.startswith("test_")] == []
 
 
-TESTS = """
+BESIDE = 'beside = "PYTEST_XDIST_WORKER" in os.environ or "PYTEST_PLUGINS" in os.environ\n'
+NEEDS_THE_MACHINE = f"""
 import os, pytest
-
+{BESIDE}
 @pytest.mark.parametrize("place", ["a", "b c"])
 def test_needs_the_machine_for_itself(place):
-    assert "PYTEST_XDIST_WORKER" not in os.environ and "PYTEST_PLUGINS" not in os.environ
+    assert not beside
 
 def test_passes():
     pass
-
-def test_is_broken():
-    assert not os.environ.get("BROKEN")
 """
+FAULTS = {  # what else is there → its file
+    "is broken": "def test_is_broken():\n    assert False\n",
+    "cannot be read": "import no_such_module\n\n\ndef test_is_lost():\n    pass\n",
+    "is skipped alone": f"import os, pytest\n{BESIDE}\ndef test_skips():\n    assert not beside\n    pytest.skip()\n",
+}
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("fault", ["", *FAULTS])
 def test_what_fails_beside_others_is_played_again_alone_and_named_and_a_fault_stays_one(
-    is_broken: bool, tmp_path: Path
+    fault: str, tmp_path: Path
 ) -> None:
-    file, again = tmp_path / "test_two.py", tmp_path / "again"
-    file.write_text(TESTS)
+    again = tmp_path / "again"
+    (tmp_path / "test_two.py").write_text(NEEDS_THE_MACHINE)
+    if fault:
+        (tmp_path / "test_fault.py").write_text(FAULTS[fault])
     place = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    place |= {"PYTEST_PLUGINS": "tests.again", VARIABLE: str(again), "BROKEN": "1" if is_broken else ""}
+    place |= {"PYTEST_PLUGINS": "tests.again", VARIABLE: str(again)}
     options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", str(ROOT / "pyproject.toml")]
-    words = [sys.executable, "-m", "pytest", *options, "--numprocesses", "1", str(file)]
+    words = [sys.executable, "-m", "pytest", *options, "--numprocesses", "1", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, env=place, capture_output=True, text=True, check=False)
     name = "test_two.py::test_needs_the_machine_for_itself"
-    assert done.returncode == (1 if is_broken else 0), done.stdout
-    assert f"=== {3 if is_broken else 2} failed; once more" in done.stdout
-    assert not again.exists() if is_broken else again.read_text().splitlines() == [f"{name}[a]", f"{name}[b c]"]
+    assert done.returncode == (1 if fault else 0), done.stdout
+    assert ("failed; once more" in done.stdout) == (fault != "cannot be read")
+    assert not again.exists() if fault else again.read_text().splitlines() == [f"{name}[a]", f"{name}[b c]"]
