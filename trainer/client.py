@@ -392,10 +392,15 @@ class Groups:
         return self
 
     def __next__(self) -> Group:
+        before = self._groups.latest
         try:
             return self._loop.call(self._groups.__anext__())
         except StopAsyncIteration:
             raise StopIteration from None
+        except BaseException:  # an interrupt may come when the group is here, and the caller does not have it yet
+            if self._groups.latest is not before:
+                self._loop.call(self._groups.put_back_latest())
+            raise
 
     def __enter__(self) -> Groups:
         self._loop.call(self._groups.__aenter__())

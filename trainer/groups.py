@@ -324,6 +324,11 @@ class Ledger:
         assert self._in_use is None
         self._in_use = delivery
 
+    def leave(self, delivery: Delivery) -> None:
+        """Forget that a plain `for` loop works on a group: it never got it."""
+        if self._in_use is delivery:
+            self._in_use = None
+
     async def go_on(self) -> None:
         """Acknowledge the loop's group: the loop went on, so it is done with it."""
         delivery, self._in_use = self._in_use, None
@@ -472,6 +477,7 @@ class Groups:
         self._refill = refill
         self._left = view.count
         self._held: list[Delivery] | None = None
+        self.latest: Delivery | None = None  # what `__anext__` returned last
         self.dropped_count = 0
         self.ended_why = ""
 
@@ -493,7 +499,21 @@ class Groups:
             self._ledger.use(delivery)
         else:
             self._held.append(delivery)
+        self.latest = delivery
         return delivery.group
+
+    async def put_back_latest(self) -> None:
+        """Give up the group that `__anext__` returned last, as it never reached who asked; it comes again."""
+        delivery, self.latest = self.latest, None
+        if delivery is None:
+            return
+        if self._left is not None:
+            self._left += 1
+        if self._held is None:
+            self._ledger.leave(delivery)
+        else:
+            self._held.remove(delivery)
+        self._ledger.put_back(delivery)
 
     async def receive(self) -> Delivery | None:
         """Wait for a group that is wanted, which nobody acknowledges but the caller; None: `ended_why`."""

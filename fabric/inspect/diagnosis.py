@@ -437,12 +437,14 @@ def _unleased(view: _View) -> Iterator[Cause]:
         reasons.setdefault(code, []).append(f"{_plain(each.worker_id)}: {_plain(reason)}")
     for code, (text, step) in _LEASE_WORDS.items():
         if code in reasons:
+            # nobody has to lend while a worker starts: what it waits for passes without anybody
+            kind = "passing" if code == "lend_off" and "worker_loading" in reasons else None
             named = "; ".join(reasons[code][:NAME_COUNT])
             more = "; and others" if len(reasons[code]) > NAME_COUNT else ""
             if code == "lend_off" and all(each.role == "serving" for each in view.holders.values()):
                 text = f"no dedicated worker of its model is connected, and {text}"
                 step = f"{step}; or start a dedicated one: `rollfab worker --model {_plain(view.config.model)}`"
-            yield view.cause(code, text.format(run=view.name) + named + more, step)
+            yield view.cause(code, text.format(run=view.name) + named + more, step, kind=kind)
 
 
 _LOADS = "Wait; if it takes minutes, read the log of that worker"

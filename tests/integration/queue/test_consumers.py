@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from _thread import interrupt_main
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import IO
 
 import pytest
@@ -260,6 +262,31 @@ def test_consumers_that_come_and_go_leave_nothing_behind(url: str, fabric: Fabri
     list(run.groups(timeout=0.05))
     assert len(redis.xinfo_consumers(keys.completed, "trainer")) == 1
     assert redis.zcard(keys.consumers) == 1
+
+
+@pytest.mark.parametrize("is_block", [False, True], ids=["plain", "with"])
+def test_a_group_that_arrives_with_an_interrupt_comes_again(url: str, fabric: Fabric, is_block: bool) -> None:
+    # The interrupt is noticed when the wait ends, which is when the group has arrived and its caller does not have it
+    complete(url, *NAMES[:1])
+    run, found = fabric.run("r"), []
+
+    def interrupt_and_complete() -> None:
+        time.sleep(0.3)
+        interrupt_main()
+        complete(url, *NAMES)
+
+    groups = run.groups(count=len(NAMES), timeout=PATIENCE_S)
+    with groups if is_block else nullcontext():
+        found += [next(groups).group_id]
+        other = Thread(target=interrupt_and_complete)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            found += [next(groups).group_id]
+        other.join()
+        found += [group.group_id for group in groups]
+
+    assert sorted(found) == NAMES
+    assert totals(run) == (0, len(NAMES))
 
 
 def test_a_program_that_ends_without_closing_says_nothing(url: str, redis: Redis) -> None:

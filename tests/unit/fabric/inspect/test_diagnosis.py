@@ -243,6 +243,13 @@ def test_a_dedicated_worker_that_is_gone_is_named_beside_the_serving_ones_that_a
     assert [each.text[:30] for each in both[:2]] == ["no worker can generate for run", "no serving worker is lent for "]
 
 
+def test_who_waits_for_a_worker_that_starts_is_not_told_first_that_nobody_lends() -> None:
+    starting = replace(WORKER, state="loading", slot_count=0, waits_for="its engine to start", run_id=None)
+    causes = diagnose(scene(None, CONTROLLER, AGENT, starting, SERVING, lends=OFF), "r1")
+    assert codes(causes)[:2] == ["worker_loading", "lend_off"]
+    assert "w1: its engine to start" in causes[0].text
+
+
 def test_what_is_most_fundamental_comes_first() -> None:
     # Given a run for which everything is missing, one thing after the other is mended
     run, found = status(head=-1), []
