@@ -27,8 +27,8 @@ from .capacity_facts import RunFacts, WorkerFacts, is_same_model
 class AdviceRule:
     """Bounds of the advice. Loads are fractions of what a device can serve within the objectives."""
 
-    load_max_fraction: float = 0.65  # of a worker that carries: room for a long prompt that nobody expects
-    load_spare_fraction: float = 0.55  # of a worker that carries, after others were spared
+    load_max_fraction: float = 0.75  # of a worker that carries: room for a long prompt that nobody expects
+    load_spare_fraction: float = 0.65  # of a worker that carries, after others were spared
     smooth_s: float = 2.0  # over which a pool's load is smoothed: single seconds scatter
     peak_s: float = 60.0  # in which a peak is forgotten: workers that return for a peak stay for the next
     usual_s: float = 10.0  # over which requests are counted as usual

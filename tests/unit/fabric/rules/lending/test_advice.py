@@ -74,7 +74,7 @@ def once(workers: list[WorkerFacts], runs: list[RunFacts], before: Advice | None
 # ---------------------------------------------------------------- who is spared
 
 
-@pytest.mark.parametrize(("load", "count"), [(0.0, 7), (0.5, 7), (1.0, 6), (1.6, 5), (2.6, 3), (4.1, 0), (9.0, 0)])
+@pytest.mark.parametrize(("load", "count"), [(0.0, 7), (0.5, 7), (1.0, 6), (1.6, 5), (2.6, 4), (4.1, 1), (9.0, 0)])
 def test_so_many_carry_a_steady_load_that_each_keeps_a_margin(load: float, count: int) -> None:
     assert len(after(load).spared) == count
 
@@ -93,7 +93,7 @@ def test_workers_begin_to_return_within_a_second_of_a_rise_and_stay_for_its_echo
     # They return by and by: a router would else send them all that arrives
     back = set(calm.spared) - set(risen.spared)
     assert all(0 < risen.extra[name] < risen.extra[risen.spared[0]] for name in back)
-    late = after(3.9, RULE.return_s, risen)
+    late = after(3.9, 1.5 * RULE.return_s, risen)
     assert set(late.extra) == set(late.spared)
     # And the end of the burst sends none away for a while
     assert len(after(1.6, 10.0, late).spared) <= 3
