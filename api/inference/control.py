@@ -175,7 +175,7 @@ class Control:
     async def update_weights(self, request: Request) -> Response:
         """Publish a directory, as prime-rl's server does. vLLM's own update_info is a collective's."""
         body = await _body(request)
-        path, version = body.optional("weight_dir", str), version_named(body.take("weight_version"), "weight_version")
+        path, version = body.optional("weight_dir", str), version_named(body.take("weight_version"))
         if path is None:
             raise Refused(400, "not_offered", f"/update_weights without a weight_dir is not offered: {COLLECTIVE}")
         allow_nonfinite = body.flag("allow_nonfinite")
@@ -186,7 +186,7 @@ class Control:
     async def update_from_disk(self, request: Request) -> Response:
         """Publish a directory, as SGLang does."""
         body = await _body(request)
-        path, version = body.required("model_path", str), version_named(body.take("weight_version"), "weight_version")
+        path, version = body.required("model_path", str), version_named(body.take("weight_version"))
         must_abort, allow_nonfinite = body.flag("abort_all_requests"), body.flag("allow_nonfinite")
         body.ignore(*OF_ONE_ENGINE)
         body.allow("manifest", advice="give model_path alone")

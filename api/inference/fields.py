@@ -102,7 +102,7 @@ def _version(fields: Body, name: str) -> int | None:
     raise InputError(f"weight_version: {name} is {shown(value)}, expected a whole number of at least 0", name=name)
 
 
-def version_named(value: Any, name: str) -> int | None:
+def version_named(value: Any) -> int | None:
     """Return the version that a client names: a number, also as text, or as weight_v000007; None: it names none.
 
     Raises:
@@ -114,10 +114,8 @@ def version_named(value: Any, name: str) -> int | None:
         return int(value)
     found = VERSION.fullmatch(value) if isinstance(value, str) else None
     if found is None:
-        text = (
-            f"the request: {name} is {shown(value)}, expected a whole number, also as text: versions are numbers here"
-        )
-        raise InputError(text, name=name)
+        text = f"weight_version is {shown(value)}, expected a whole number, also as text: versions are numbers here"
+        raise InputError(f"the request: {text}", name="weight_version")
     return int(found[1])
 
 

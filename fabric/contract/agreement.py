@@ -10,14 +10,12 @@ trainer/agreement.py makes the figures, and says what raises an alarm.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
+from .fields import parts_of
 from .records import Float32, Int32
 from .wire import Record
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +76,6 @@ class Alarm:
     """What is wrong, and what to do."""
 
 
-def _parts(cls: Callable[..., T]) -> Callable[[list[Any]], tuple[T, ...]]:
-    return lambda rows: tuple([cls(**row) for row in rows])
-
-
-def _figures(row: dict[str, Any]) -> Figures:
-    return Figures(**row)
-
-
-def _rule(row: dict[str, Any]) -> AlarmRule:
-    return AlarmRule(**row)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Agreement(Record):
     """A batch of rollouts, compared with the trainer's model at `policy_version`.
@@ -101,11 +87,11 @@ class Agreement(Record):
 
     KIND: ClassVar[int] = 9
     NESTED: ClassVar[dict[str, Any]] = {
-        "fresh": _figures,
-        "stale": _figures,
-        "rule": _rule,
-        "workers": _parts(WorkerFigures),
-        "alarms": _parts(Alarm),
+        "fresh": lambda row: Figures(**row),
+        "stale": lambda row: Figures(**row),
+        "rule": lambda row: AlarmRule(**row),
+        "workers": parts_of(WorkerFigures),
+        "alarms": parts_of(Alarm),
     }
 
     policy_version: int

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from operator import attrgetter
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import WireError
+
+T = TypeVar("T")
 
 Types = frozenset[type]
 Bound = tuple[float, float] | tuple[str, ...]  # the least and the most of a number, or the words that a text may be
@@ -62,6 +64,11 @@ def check_types(cls: Any, names: tuple[str, ...], values: tuple[Any, ...], where
             fault = f"{names[index]} holds other than {kind.__name__}"
     if fault:
         raise WireError(f"{where}: {fault}")
+
+
+def parts_of(cls: Callable[..., T]) -> Callable[[list[Any]], tuple[T, ...]]:
+    """Make what reads dataclasses from rows as they arrive in metadata: plain values, by name or in order."""
+    return lambda rows: tuple([cls(**row) if isinstance(row, dict) else cls(*row) for row in rows])
 
 
 def check_parts(value: object, where: str) -> None:

@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -47,11 +46,6 @@ class Image:
 def digest_of(data: bytes) -> str:
     """Return the name of an image: the first half of the SHA-256 of its bytes, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:DIGEST_LENGTH]
-
-
-def places_from(rows: list[Any]) -> tuple[ImagePlace, ...]:
-    """Places of plain rows as they arrive in metadata."""
-    return tuple([ImagePlace(**row) if isinstance(row, dict) else ImagePlace(*row) for row in rows])
 
 
 def check_places(places: Sequence[ImagePlace], token_count: int, where: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .fields import check_parts
+from .fields import check_parts, parts_of
 from .records import Lease
 from .wire import Record
 
@@ -59,22 +59,12 @@ class RunDemand:
     """The time when the controller last saw a token, a turn or an end of it, by the fabric's clock; 0: not known."""
 
 
-def plan_rows(rows: list[Any]) -> tuple[PlanRow, ...]:
-    """Make rows of the plain values that arrive in metadata."""
-    return tuple(PlanRow(**row) for row in rows)
-
-
-def demand_rows(rows: list[Any]) -> tuple[RunDemand, ...]:
-    """Make demands of the plain values that arrive in metadata."""
-    return tuple(RunDemand(**row) for row in rows)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LeasePlan(Record):
     """A capacity controller's plan."""
 
     KIND: ClassVar[int] = 12
-    NESTED: ClassVar[dict[str, Any]] = {"rows": plan_rows, "runs": demand_rows}
+    NESTED: ClassVar[dict[str, Any]] = {"rows": parts_of(PlanRow), "runs": parts_of(RunDemand)}
 
     controller_id: str
     term: int
@@ -150,16 +140,6 @@ def lease_samples(rows: list[Any]) -> tuple[LeaseSample, ...]:
     return found
 
 
-def run_samples(rows: list[Any]) -> tuple[RunSample, ...]:
-    """Make samples of the plain values that arrive in metadata."""
-    return tuple(RunSample(**row) for row in rows)
-
-
-def serving_samples(rows: list[Any]) -> tuple[ServingSample, ...]:
-    """Make samples of the plain values that arrive in metadata."""
-    return tuple(ServingSample(**row) for row in rows)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sample(Record):
     """The fabric at one moment. runs, serving: the busiest, SAMPLE_ROW_COUNT_MAX at most; totals are of all.
@@ -168,7 +148,11 @@ class Sample(Record):
     """
 
     KIND: ClassVar[int] = 13
-    NESTED: ClassVar[dict[str, Any]] = {"runs": run_samples, "serving": serving_samples, "leases": lease_samples}
+    NESTED: ClassVar[dict[str, Any]] = {
+        "runs": parts_of(RunSample),
+        "serving": parts_of(ServingSample),
+        "leases": lease_samples,
+    }
     ROWS: ClassVar[dict[str, Any]] = {"leases": lambda found: [each.row() for each in found]}
     IGNORES_UNKNOWN: ClassVar[bool] = True
 

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import EnvironmentFailed, FabricError, InputError, WireError
-from .fields import WHOLE_MAX, Bound
-from .images import Image, ImagePlace, check_places, images_of, places_from
+from .fields import WHOLE_MAX, Bound, parts_of
+from .images import Image, ImagePlace, check_places, images_of
 from .limits import IMAGE_COUNT_MAX, NODE_COUNT_MAX, SHARD_COUNT_MAX, SLOT_COUNT_MAX, TURN_COUNT_MAX
 from .sampling import Sampling as Sampling
 from .sampling import sampling_from
@@ -55,9 +55,7 @@ class Span:
     policy_version: int
 
 
-def spans_from(rows: list[Any]) -> tuple[Span, ...]:
-    """Spans of plain rows as they arrive in metadata."""
-    return tuple([Span(**row) if isinstance(row, dict) else Span(*row) for row in rows])
+spans_from = parts_of(Span)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +139,7 @@ class TurnJob(Record):
     KIND: ClassVar[int] = 3
     SCHEMA: ClassVar[int] = 2  # 1: without images
     ARRAYS: ClassVar[dict[str, str]] = {"prompt_ids": "i4"}
-    NESTED: ClassVar[dict[str, Any]] = {"sampling": sampling_from, "images": places_from}
+    NESTED: ClassVar[dict[str, Any]] = {"sampling": sampling_from, "images": parts_of(ImagePlace)}
     ROWS: ClassVar[dict[str, Any]] = {"sampling": Sampling.row}
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("traceparent",)
 
@@ -224,9 +222,7 @@ class Node:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
 
-def nodes_from(rows: list[Any]) -> tuple[Node, ...]:
-    """Nodes of plain rows as they arrive in metadata."""
-    return tuple([Node(**row) if isinstance(row, dict) else Node(*row) for row in rows])
+nodes_from = parts_of(Node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

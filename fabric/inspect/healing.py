@@ -44,10 +44,10 @@ async def is_listed(store: WeightStore, manifest: WeightManifest) -> bool:
     return found is not None and found.encode() == manifest.encode()
 
 
-async def wrong_chunks(store: WeightStore, manifest: WeightManifest, indices: Sequence[int]) -> list[int]:
-    """List those of the chunks that the store does not hold as they were published."""
-    found = zip(indices, await store.chunks(manifest, indices), strict=True)
-    return [index for index, data in found if not is_chunk(manifest, index, data)]
+async def is_wrong(store: WeightStore, manifest: WeightManifest, index: int) -> bool:
+    """Tell whether the store does not hold a chunk as it was published."""
+    [data] = await store.chunks(manifest, [index])
+    return not is_chunk(manifest, index, data)
 
 
 def is_chunk(manifest: WeightManifest, index: int, data: bytes | None) -> bool:
@@ -61,8 +61,8 @@ async def examine(store: WeightStore, manifest: WeightManifest) -> Wound | None:
     """Read a version whole, or its manifest alone if a collective carried it; None: nothing is wrong with it."""
     wrong: list[int] = []
     if manifest.carrier == BROKER:
-        for index in range(len(manifest.chunk_bytes)):  # one by one: a few MiB, between which others have the loop
-            wrong += await wrong_chunks(store, manifest, [index])
+        indices = range(len(manifest.chunk_bytes))  # one by one: a few MiB, between which others have the loop
+        wrong = [index for index in indices if await is_wrong(store, manifest, index)]
     is_there = await is_listed(store, manifest)
     return None if is_there and not wrong else Wound(manifest, is_there, tuple(wrong))
 

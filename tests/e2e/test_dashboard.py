@@ -7,7 +7,6 @@ import pytest
 from redis import Redis
 
 from rollfab.api.access.keys import new_key
-from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.lease_plan import LeasePlan, PlanRow
 from rollfab.fabric.contract.records import Group, Rollout, Span
 from rollfab.fabric.contract.sharing import LendSetting, SharingReport
@@ -314,21 +313,6 @@ async def test_a_page_with_nothing_to_show_says_what_to_do(broker_url: str, brow
         await page.wait_text("#banner", "no controller")
         await page.wait_text("#no-runs", "No run yet")
         await page.wait_text("#no-workers", "rollfab up")
-
-
-async def test_a_broker_and_an_api_that_vanish_are_told_apart(browser: Browser) -> None:
-    with EmbeddedBroker.start() as broker:
-        async with running_api(broker.url, broker_timeout_s=1.0) as api:
-            page = await browser.open(api.url)
-            await page.wait_text(f"{CARD} [data-f=name]", "r1")
-            broker.stop()
-            await page.wait_text("#state", "broker unreachable")
-            await page.wait_text("#banner", "broker")
-            # What was known stays in sight, marked as old
-            await page.wait_text(f"{CARD} [data-f=name]", "r1")
-            await page.wait_value("document.body.classList.contains('stale')", True)
-        await page.wait_text("#state", "api unreachable")
-        await page.wait_text("#banner", "does not answer")
 
 
 async def test_a_locked_api_asks_for_a_key_and_a_read_key_cannot_lend(broker_url: str, browser: Browser) -> None:

@@ -141,7 +141,9 @@ async def test_an_api_that_stands_still_is_waited_for(
             await page.wait_text("#state", "waiting for the api", timeout_s=SAID_S)
             await page.wait_text("#banner", "The api has not answered for 2 s.")
             await page.wait_text("#state", "api unreachable", timeout_s=BACK_S)
-            await page.wait_text("#banner", "it did not answer within 6 s. Is its process running?")
+            await page.wait_text(
+                "#banner", "The api does not answer: it did not answer within 6 s. Is its process running?"
+            )
         finally:
             os.kill(pid, signal.SIGCONT)
         await page.wait_text("#state", "live", timeout_s=BACK_S)
@@ -158,7 +160,9 @@ async def test_a_stream_of_events_that_broke_off_is_not_called_broken_when_it_is
         page = await browser.open(f"{api.url}events")
         await page.wait_text("#view", "Nothing has happened yet.", timeout_s=BACK_S)
     await page.wait_text("#view .notice", "The stream of events is interrupted", timeout_s=SAID_S)
+    await page.wait_text("#state", "api unreachable", timeout_s=SAID_S)
     async with running_api(broker_url, port=port):
+        await page.wait_text("#state", "not ready", timeout_s=BACK_S)
         await page.wait_gone("#view .notice", timeout_s=BACK_S)
 
 

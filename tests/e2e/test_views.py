@@ -558,19 +558,6 @@ async def test_a_page_at_a_deep_address_works_behind_a_prefix_and_takes_a_key(
         await page.wait_value("location.pathname", "/rl/fabric/workers")
 
 
-async def test_an_api_that_goes_away_and_comes_back_is_waited_for(broker_url: str, browser: Browser) -> None:
-    async with running_api(broker_url) as api:
-        port = int(api.url.rstrip("/").rpartition(":")[2])
-        page = await browser.open(f"{api.url}workers")
-        await page.wait_text("#no-workers", "No worker is connected")
-    await page.wait_text("#state", "api unreachable")
-    async with running_api(broker_url, port=port) as api:
-        await api.beat("controller-1", "controller")
-        await page.wait_text("#state", "live", timeout_s=10)
-        await page.wait_text("[data-worker=controller-1]", "controller-1")
-        assert not await page.evaluate("document.body.classList.contains('stale')")
-
-
 async def test_colours_are_switched_and_kept(api: ApiWorld, browser: Browser) -> None:
     page = await browser.open(api.url)
     await page.wait_text("#theme", "◐ Auto")

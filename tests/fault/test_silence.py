@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -25,7 +25,6 @@ from rollfab.deploy.main import app
 from rollfab.fabric.broker.embedded import EmbeddedBroker, free_port
 from rollfab.fabric.contract.errors import NothingMoves, QueueFull
 from rollfab.fabric.contract.records import WorkerInfo
-from rollfab.fabric.contract.sharing import LendSetting
 from rollfab.fabric.host.command import with_commands
 from rollfab.fabric.model.presets import preset_shapes
 from rollfab.trainer.client import Run
@@ -36,7 +35,6 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]  # each process takes
 TASKS = [{"seed": 1}, {"seed": 2}]
 LOGGER = "rollfab.trainer.waiting"
 SOME = {name: np.zeros(shape, np.float32) for name, shape in preset_shapes("small").items()}  # nobody reads them
-CHAT = {"slot_count": 4, "pool": "chat"}
 
 
 class Watched:
@@ -210,25 +208,6 @@ def test_a_run_of_a_model_that_nobody_holds(fabric: Watched, caplog: pytest.LogC
         check(fabric, run, "other_model", caplog, words=words)
 
 
-def test_a_run_whose_environment_no_agent_offers_any_more(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    with ExitStack() as stack:
-        with played(fabric, "agent-gone", "agent", environments=["lost-world"], slot_count=4):
-            run = stack.enter_context(fabric.run("worldless", environment="lost-world"))
-        run.publish(tiny_weights(), version=0)
-        run.submit(TASKS)
-        words = "no agent offers environment 'lost-world' of run 'worldless': offered are "
-        check(fabric, run, "other_environment", caplog, words=words)
-
-
-def test_a_run_whose_serving_worker_is_switched_off(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    with fabric.run("unlent", "small") as run, played(fabric, "chat-1", "serving", model="small", **CHAT):
-        run.publish(SOME, version=0)
-        run.submit(TASKS)
-        off = LendSetting(mode="off", said_by="ann", reason="launch day")
-        fabric.processes.ask(lambda ports: ports.board.set_lend("pool:chat", off))
-        check(fabric, run, "lend_off", caplog, words="chat-1: pool chat: off, said by ann: launch day")
-
-
 def test_a_run_whose_workers_cannot_reach_its_head(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:
     error = "chunk 0 of version 2 does not have the digest that its manifest promises"
     facts = {"model": "small", "slot_count": 4, "run_id": "behind", "active_version": 0, "error": error}
@@ -238,25 +217,6 @@ def test_a_run_whose_workers_cannot_reach_its_head(fabric: Watched, caplog: pyte
         run.submit(TASKS)
         words = f"the head is version 2, staleness allows 1, and stale-1 holds version 0: {error}"
         check(fabric, run, "staleness", caplog, words=words)
-
-
-def test_a_run_whose_worker_failed(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    facts = {"model": "small", "slot_count": 4, "state": "failed", "error": "CUDA error: device-side assert"}
-    with fabric.run("broken", "small") as run, played(fabric, "broken-1", "dedicated", **facts):
-        run.publish(SOME, version=0)
-        run.submit(TASKS)
-        check(fabric, run, "worker_failed", caplog, words="broken-1: CUDA error: device-side assert")
-
-
-def test_a_run_whose_reward_worker_is_missing(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    with ExitStack() as stack:
-        with played(fabric, "reward-gone", "reward", rewards=["judge"]):
-            run = stack.enter_context(fabric.run("unjudged", reward="judge"))
-        run.publish(tiny_weights(), version=0)
-        run.submit(TASKS)
-        fabric.processes.until(lambda: run.status().trajectories["scoring"] == 2, 30.0, "rollouts wait for a reward")
-        words = "2 rollouts of run 'unjudged' wait for reward function 'judge', and no reward worker is connected"
-        check(fabric, run, "no_reward_worker", caplog, words=words)
 
 
 def test_groups_that_another_consumer_holds(fabric: Watched, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,12 +1,14 @@
 """Damaged bytes, as a hypothesis strategy: cut, flipped, doubled, spliced with another input, and records whose
-metadata says something else than it did while every length around it still fits."""
+metadata says something else than it did while every length around it still fits; and JSON with anything anywhere."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from typing import Any
 
+import httpx
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.wire import HEADER
@@ -102,3 +104,29 @@ def _change(draw: st.DrawFn, meta: dict[str, Any]) -> None:
 
 
 ACCIDENTS = (_flip, _cut, _double, _splice, _length, _noise, _metadata, _metadata)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def spots(value: Any) -> list[tuple[Any, Any]]:
+    """Every place in a JSON value: what holds it, and under which key or index."""
+    if not isinstance(value, dict | list):
+        return []
+    here = [(value, key) for key in (value if isinstance(value, dict) else range(len(value)))]
+    return here + [each for holder, key in here for each in spots(holder[key])]
+
+
+def post(app: Any, path: str, content: bytes, key: str) -> httpx.Response:
+    """What an application in this process answers; raises what it raises."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            return await http.post(path, content=content, headers={"authorization": f"Bearer {key}"})
+
+    return asyncio.run(send())

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,56 +70,82 @@ def in_lua(*changes: tuple[str, str]) -> Patch:
     return (scripts, "load_script", load)
 
 
-# ---- settling
+# ---- in scripts: what stands there, and what to put there
 
 
-@plant
-def turn_settled_without_fence() -> list[Patch]:
-    """Whoever hands a turn in is believed to hold it."""
-    return [
-        in_lua(
-            (
-                "  if r and r.fence == tonumber(ARGV[i + 1]) and r.worker == worker then",
-                "  if r and (r.state == 'claimed' or r.fence == tonumber(ARGV[i + 1]) and r.worker == worker) then",
-            )
-        )
-    ]
-
-
-@plant
-def trajectory_settled_without_fence() -> list[Patch]:
-    """Whoever hands a trajectory in is believed to hold it."""
-    return [
-        in_lua(
-            (
-                "  and (r.state == 'scoring' and ARGV[7] == '' or r.state == 'claimed' and r.worker == ARGV[7])",
-                "  and r.state == 'scoring' and ARGV[7] == '' or r and r.state == 'claimed'",
-            )
-        )
-    ]
-
-
-@plant
-def settled_but_not_recorded() -> list[Patch]:
-    """A settled trajectory still counts as held: when its claim is not renewed, it runs again."""
-    return [
-        in_lua(
-            (
-                "  close(group_id, 'completed')\nend\nreturn 1",
-                "  close(group_id, 'completed')\n"
-                "  r.state, r.worker = 'claimed', ARGV[7]\n"
-                "  write_record(trajectory.record, id, r)\n"
-                "  redis.call('ZADD', trajectory.deadline, 0, id)\nend\nreturn 1",
-            )
-        )
-    ]
-
-
-@plant
-def result_delivered_once_only() -> list[Patch]:
-    """A result that was lost on its way to the agent is not sent again."""
-    sent = "      answer[n] = 3\n"
-    return [in_lua((sent + "      redis.call('XADD', inbox, '*', 'id', id, 'result', result)\n", sent))]
+IN_LUA: dict[str, tuple[str, str]] = {
+    # Whoever hands a turn in is believed to hold it.
+    "turn-settled-without-fence": (
+        "  if r and r.fence == tonumber(ARGV[i + 1]) and r.worker == worker then",
+        "  if r and (r.state == 'claimed' or r.fence == tonumber(ARGV[i + 1]) and r.worker == worker) then",
+    ),
+    # Whoever hands a trajectory in is believed to hold it.
+    "trajectory-settled-without-fence": (
+        "  and (r.state == 'scoring' and ARGV[7] == '' or r.state == 'claimed' and r.worker == ARGV[7])",
+        "  and r.state == 'scoring' and ARGV[7] == '' or r and r.state == 'claimed'",
+    ),
+    # A settled trajectory still counts as held: when its claim is not renewed, it runs again.
+    "settled-but-not-recorded": (
+        "  close(group_id, 'completed')\nend\nreturn 1",
+        "  close(group_id, 'completed')\n"
+        "  r.state, r.worker = 'claimed', ARGV[7]\n"
+        "  write_record(trajectory.record, id, r)\n"
+        "  redis.call('ZADD', trajectory.deadline, 0, id)\n"
+        "end\n"
+        "return 1",
+    ),
+    # A result that was lost on its way to the agent is not sent again.
+    "result-delivered-once-only": (
+        "      answer[n] = 3\n      redis.call('XADD', inbox, '*', 'id', id, 'result', result)\n",
+        "      answer[n] = 3\n",
+    ),
+    # The broker lets anyone renew a job that somebody holds.
+    "lost-claims-renewed": (
+        "  return value and string.sub(value, 1, #head) == head and string.sub(value, -#tail) == tail",
+        "  return value and string.sub(value, 1, 8) == 'claimed '",
+    ),
+    # What was taken back is handed out again under the fence it had.
+    "fence-not-raised": (
+        "r.inside = 'claimed', r.fence + 1, worker",
+        "r.inside = 'claimed', r.fence + (r.fence % FENCES_PER_CLAIM > 0 and 0 or 1), worker",
+    ),
+    # Whatever an agent held when it died is to blame for that.
+    "everyone-blamed": (
+        "    note_loss(r, come, could_be_it, suspect_loss)",
+        "    r.loss, r.blame, r.seen = r.loss + 1, r.blame + 1, come",
+    ),
+    # Nothing is ever to blame for its agents' deaths.
+    "killer-never-blamed": (
+        "    note_loss(r, come, could_be_it, suspect_loss)",
+        "    r.loss, r.blame, r.seen = 0, 0, come",
+    ),
+    # Turns are handed to workers however old their weights are.
+    "stale-workers-served": (
+        "  if head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end",
+        "",
+    ),
+    # A trainer that was replaced may acknowledge what its successor holds.
+    "late-acknowledgement-counts": (
+        "  if held[1] then return held[1][2] == consumer end",
+        "  if held[1] then return true end",
+    ),
+    # A controller that was replaced may still write leases.
+    "old-leader-obeyed": (
+        "  if term < last or held_epoch > epoch then",
+        "  if false then",
+    ),
+    # A group that was consumed is taken for a new one when it is pushed again.
+    "push-not-idempotent": (
+        " or redis.call('ZSCORE', shard.consumed, group_id) then",
+        " then",
+    ),
+    # When a group is complete, its other trajectories are not cancelled.
+    "unneeded-trajectories-go-on": (
+        "    if r and r.state ~= 'completed' and r.state ~= 'failed' then",
+        "    if false then",
+    ),
+}
+PLANTS |= {name: partial(lambda change: [in_lua(change)], change) for name, change in IN_LUA.items()}
 
 
 # ---- claims
@@ -141,32 +168,6 @@ def trajectory_claims_not_renewed() -> list[Patch]:
 
 
 @plant
-def lost_claims_renewed() -> list[Patch]:
-    """The broker lets anyone renew a job that somebody holds."""
-    return [
-        in_lua(
-            (
-                "  return value and string.sub(value, 1, #head) == head and string.sub(value, -#tail) == tail",
-                "  return value and string.sub(value, 1, 8) == 'claimed '",
-            )
-        )
-    ]
-
-
-@plant
-def fence_not_raised() -> list[Patch]:
-    """What was taken back is handed out again under the fence it had."""
-    return [
-        in_lua(
-            (
-                "r.inside = 'claimed', r.fence + 1, worker",
-                "r.inside = 'claimed', r.fence + (r.fence % FENCES_PER_CLAIM > 0 and 0 or 1), worker",
-            )
-        )
-    ]
-
-
-@plant
 def turns_forgotten_at_takeover() -> list[Patch]:
     """The next agent is not told which turns are settled."""
     original = RedisTrajectoryQueue.claim
@@ -175,25 +176,6 @@ def turns_forgotten_at_takeover() -> list[Patch]:
         return [dataclasses.replace(each, turns=()) for each in await original(self, worker_id, want, **how)]
 
     return [(RedisTrajectoryQueue, "claim", claim)]
-
-
-@plant
-def everyone_blamed() -> list[Patch]:
-    """Whatever an agent held when it died is to blame for that."""
-    return [
-        in_lua(
-            (
-                "    note_loss(r, come, could_be_it, suspect_loss)",
-                "    r.loss, r.blame, r.seen = r.loss + 1, r.blame + 1, come",
-            )
-        )
-    ]
-
-
-@plant
-def killer_never_blamed() -> list[Patch]:
-    """Nothing is ever to blame for its agents' deaths."""
-    return [in_lua(("    note_loss(r, come, could_be_it, suspect_loss)", "    r.loss, r.blame, r.seen = 0, 0, come"))]
 
 
 # ---- tokens
@@ -270,12 +252,6 @@ def slots_not_counted() -> list[Patch]:
 
 
 @plant
-def stale_workers_served() -> list[Patch]:
-    """Turns are handed to workers however old their weights are."""
-    return [in_lua(("  if head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end", ""))]
-
-
-@plant
 def stale_rollouts_delivered() -> list[Patch]:
     """Nobody looks how old a rollout is when it is delivered."""
     looks = "if facts[3] == 'rerun' and oldest >= 0"
@@ -293,18 +269,6 @@ def stale_rollouts_delivered_again() -> list[Patch]:
     return [(RedisRolloutStream, "_stale", only_at_first)]
 
 
-@plant
-def late_acknowledgement_counts() -> list[Patch]:
-    """A trainer that was replaced may acknowledge what its successor holds."""
-    return [in_lua(("  if held[1] then return held[1][2] == consumer end", "  if held[1] then return true end"))]
-
-
-@plant
-def old_leader_obeyed() -> list[Patch]:
-    """A controller that was replaced may still write leases."""
-    return [in_lua(("  if term < last or held_epoch > epoch then", "  if false then"))]
-
-
 # ---- groups
 
 
@@ -320,12 +284,6 @@ def acknowledged_before_use() -> list[Patch]:
         return delivery
 
     return [(Ledger, "receive", receive)]
-
-
-@plant
-def push_not_idempotent() -> list[Patch]:
-    """A group that was consumed is taken for a new one when it is pushed again."""
-    return [in_lua((" or redis.call('ZSCORE', shard.consumed, group_id) then", " then"))]
 
 
 @plant
@@ -354,9 +312,3 @@ def depth_not_lowered() -> list[Patch]:
             ),
         )
     ]
-
-
-@plant
-def unneeded_trajectories_go_on() -> list[Patch]:
-    """When a group is complete, its other trajectories are not cancelled."""
-    return [in_lua(("    if r and r.state ~= 'completed' and r.state ~= 'failed' then", "    if false then"))]

@@ -18,7 +18,7 @@ from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import FabricError
 from ...fabric.format.manifest import BROKER, Damage, WeightManifest
 from ...fabric.host.helpers import end_all
-from ...fabric.inspect.healing import Wound, examine, is_listed, wrong_chunks
+from ...fabric.inspect.healing import Wound, examine, is_listed, is_wrong
 from ...fabric.ports.weights import WeightStore
 from .upkeep import Upkeep
 
@@ -129,7 +129,7 @@ class Healing:
                 if is_true or self._report_allowance <= 0:
                     break
                 self._report_allowance -= int(manifest.chunk_bytes[index])
-                is_true = bool(await wrong_chunks(self._store, manifest, [index]))
+                is_true = await is_wrong(self._store, manifest, index)
             if is_true:
                 self._report_allowance -= sum(_sizes(manifest))
                 wound = await examine(self._store, manifest)
@@ -177,7 +177,7 @@ class Healing:
             wrong = not await is_listed(self._store, manifest)
             yield VISIT_BYTES, None
             for index, size in enumerate(_sizes(manifest)):
-                wrong = wrong or bool(await wrong_chunks(self._store, manifest, [index]))
+                wrong = wrong or await is_wrong(self._store, manifest, index)
                 if wrong:
                     break
                 yield size, None

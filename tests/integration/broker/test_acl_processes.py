@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +14,7 @@ import rollfab
 from rollfab.deploy.cli.options import with_ports
 from rollfab.deploy.cli.status import snapshot
 from rollfab.deploy.local.supervisor import Supervisor
+from tests.integration.cli.test_cli import rollfab as rollfab_here
 from tests.support.brokers.guarded_broker import Guarded
 from tests.support.processes.fabric_processes import PYTHONPATH, tiny_weights
 from tests.support.until import wait_until
@@ -100,9 +98,6 @@ def _lent(said: dict[str, Any]) -> bool:
 
 def command(broker: Guarded, role: str, *words: str) -> Any:
     """What a command prints, run with a role's user."""
-    environment = {**os.environ, "ROLLFAB_URL": broker.url(role)}
-    done = subprocess.run(
-        [sys.executable, "-m", "rollfab", *words, "--json"], capture_output=True, text=True, env=environment, timeout=60
-    )
+    done = rollfab_here(*words, "--json", url=broker.url(role))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from rollfab.deploy.main import app
 from rollfab.fabric.broker.connection import open_broker
 from rollfab.fabric.contract.ids import turn_id
 from rollfab.fabric.contract.lease_plan import LeasePlan, RunDemand
@@ -23,7 +25,6 @@ from rollfab.fabric.ports.queue import TrajectoryClaim, TurnPush
 from rollfab.fabric.queue import keys
 from rollfab.fabric.queue.scripts import Scripts
 from tests.contracts.test_queue import group_of_size, letter_of
-from tests.integration.cli.test_cli import rollfab
 from tests.support.leases import set_lease
 from tests.support.processes.api_server import ApiWorld, running_api
 from tests.support.records import rollout_of
@@ -375,15 +376,15 @@ def test_every_cause_is_brought_about() -> None:
 
 @pytest.mark.parametrize("code", CODES)
 async def test_the_command_line_and_the_api_say_why_a_run_stands_and_what_to_do(
-    stand: Stand, url: str, code: str, monkeypatch: pytest.MonkeyPatch
+    stand: Stand, url: str, code: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "2000")
     await CASES[code](stand)
-    told = await asyncio.to_thread(rollfab, "status", "--run", "lake", url=url)
+    wide = CliRunner(env={"COLUMNS": "2000"})
+    told = await asyncio.to_thread(wide.invoke, app, ["status", "--run", "lake", "--url", url])
     causes = (await stand.api.json("/v1/runs/lake"))["causes"]
     cause = next((each for each in causes if each["code"] == code), None)
     assert cause is not None, causes
-    assert told.returncode == int(any(each["kind"] in ("stuck", "passing") for each in causes))
+    assert told.exit_code == int(any(each["kind"] in ("stuck", "passing") for each in causes))
     for words in (cause["text"], cause["step"]):
         assert counted(words) in counted(told.stdout)
     assert cause["step"] or code == "moves"

@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rollfab.deploy.main import app
 from rollfab.fabric.contract.clock import SystemClock
-from rollfab.fabric.contract.errors import RewardUnknown
+from rollfab.fabric.contract.errors import ConfigError, RewardUnknown
 from rollfab.fabric.contract.records import DeadLetter, Rollout, RunConfig
 from rollfab.fabric.opened import RedisFabric
 from rollfab.trainer.aio import AsyncFabric
@@ -27,7 +30,7 @@ from tests.support.processes.process_groups import living
 from tests.support.records import new_rollout
 from tests.support.worlds.reward_worlds import FAULTS, well
 
-pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(400)]
 
 TIMEOUT_S = 3
 WELL_COUNT = 60
@@ -37,11 +40,9 @@ LOST = {  # what the letter says: its process was lost, twice
     "spins": f"took longer than {TIMEOUT_S} s; its process was killed",
     "holds the lock": f"took longer than {TIMEOUT_S} s",
     "ignores signals": f"took longer than {TIMEOUT_S} s",
-    "sleeps": f"took longer than {TIMEOUT_S} s",
     "prints for ever": f"took longer than {TIMEOUT_S} s",
     "os._exit": "its process exited with code 3",
     "segfault": "its process was ended by SIGSEGV",
-    "kills itself": "its process was ended by SIGKILL",
     "kills its group": "its process was ended by SIGKILL",
     "closes everything": "its process",
 }
@@ -52,9 +53,7 @@ FAILED = {  # it raised, or gave no number: the attempt failed
     "huge list": "gave reward [0.0",
     "huge number": f"gave reward 1{39 * '0'}…: not a number",
     "NaN": "gave reward nan: rewards must be finite",
-    "infinite": "gave reward -inf: rewards must be finite",
     "None": "gave reward None: not a number",
-    "number as text": "gave reward '1.0': not a number",
     "array": "not a number",
     "evil": "raised RuntimeError: no",
     "raises": "raised ZeroDivisionError: division by zero",
@@ -155,56 +154,77 @@ async def tend_until(runs: list[Scored], is_done: Callable[[], Awaitable[bool]],
             await asyncio.sleep(0.05)
 
 
-async def play_fault(fabric: Processes, fault: str, again: str = "") -> None:
-    """One task with the fault, and tasks without it in the same run and in another one, all at once."""
-    run_id = f"bad-{list(FAULTS).index(fault)}{again}"
-    async with await RedisFabric.open(fabric.url, client_name="player") as ports:
-        guilty, innocent = (
-            Scored(ports, fabric.url, config(name, reward))
-            for name, reward in ((run_id, "bad"), (f"{run_id}-w", "well"))
-        )
-        await guilty.push({"bad": {"fault": fault}, **{f"well-{index}": {} for index in range(5)}})
+@dataclass(frozen=True)
+class Found:
+    """What became of a run with one bad task and five that are well."""
+
+    rewards: Mapping[str, float | None]
+    letters: Mapping[str, DeadLetter]
+    counters: Mapping[str, int]
+
+
+async def play_faults(url: str, faults: Sequence[str], again: str = "") -> tuple[dict[str, Found], list[float | None]]:
+    """A run for each fault, and one without any, all at once; what became of those, and the rewards of this one."""
+    async with await RedisFabric.open(url, client_name="player") as ports:
+        guilty = {fault: Scored(ports, url, config(f"bad-{faults.index(fault)}{again}", "bad")) for fault in faults}
+        innocent = Scored(ports, url, config(f"well{again}", "well"))
+        for fault, run in guilty.items():
+            await run.push({"bad": {"fault": fault}, **{f"well-{index}": {} for index in range(5)}})
         await innocent.push({f"g{index}": {} for index in range(WELL_COUNT)})
 
         async def are_done() -> bool:
-            return await guilty.ended() == 6 and await innocent.ended() == WELL_COUNT
+            ended = [await run.ended() for run in guilty.values()]
+            return ended == [6] * len(ended) and await innocent.ended() == WELL_COUNT
 
-        await tend_until([guilty, innocent], are_done, 120.0)
-        # Then only the guilty trajectory has no reward, and its letter names the function, what it did and what to do
-        assert list((await innocent.rewards()).values()) == [REWARD] * WELL_COUNT
-        rewards, letters = await guilty.rewards(), await guilty.letters()
-        assert [value for name, value in rewards.items() if name != "bad.0"] == [REWARD] * 5
-        counters = await guilty.counters()
-        if fault in HARMLESS:
-            assert rewards["bad.0"] == 1.0
-            assert not letters
-            return
-        assert set(letters) == {"bad.0"}
-        reason = letters["bad.0"].reason
-        if not again and reason.startswith("reward workers died or froze"):
-            await play_fault(fabric, fault, "-again")  # the machine stood still, and cost the claim instead
-            return
-        assert reason.startswith("RewardFailed: reward function 'bad'")
-        assert (LOST | FAILED)[fault] in reason
-        assert len(reason) <= 2000
-        if fault in LOST:
-            assert counters["rewards_failed"] == 1
-            assert counters["rewards_lost"] >= 2  # its processes; on a machine that stands still, its worker as well
-            assert "start the reward worker with a longer --timeout" in reason or "must return a float" in reason
-        else:
-            assert counters["rewards_failed"] == 2
-            assert letters["bad.0"].attempt == 1 and letters["bad.0"].traceback.startswith("Traceback")
+        await tend_until([*guilty.values(), innocent], are_done, 300.0)
+        found = {
+            fault: Found(await run.rewards(), await run.letters(), await run.counters())
+            for fault, run in guilty.items()
+        }
+        return found, list((await innocent.rewards()).values())
+
+
+@pytest.fixture(scope="module")
+def played(fabric: Processes) -> dict[str, Found]:
+    child = fabric.supervisor.children["reward"]
+    pid = child.pid
+    found, well_rewards = asyncio.run(play_faults(fabric.url, list(FAULTS)))
+    blamed = [fault for fault, run in found.items() if any(_is_of_worker(each) for each in run.letters.values())]
+    if blamed:  # the machine stood still, and cost claims instead
+        found |= asyncio.run(play_faults(fabric.url, blamed, "-again"))[0]
+    # The other run hardly noticed, and the reward worker lives as if nothing had been
+    assert well_rewards == [REWARD] * WELL_COUNT
+    assert (child.pid, child.start_count) == (pid, 1)
+    return found
+
+
+def _is_of_worker(letter: DeadLetter) -> bool:
+    return letter.reason.startswith("reward workers died or froze")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_bad_reward_costs_its_own_trajectory_alone(fabric: Processes, fault: str) -> None:
-    pid = fabric.supervisor.children["reward"].pid
-
-    await play_fault(fabric, fault)
-
-    # and the reward worker lives as if nothing had been
-    assert fabric.supervisor.children["reward"].pid == pid
-    assert fabric.supervisor.children["reward"].start_count == 1
+def test_a_bad_reward_costs_its_own_trajectory_alone(played: Mapping[str, Found], fault: str) -> None:
+    found = played[fault]
+    # Then only the guilty trajectory has no reward, and its letter names the function, what it did and what to do
+    assert [value for name, value in found.rewards.items() if name != "bad.0"] == [REWARD] * 5
+    if fault in HARMLESS:
+        assert found.rewards["bad.0"] == 1.0
+        assert not found.letters
+        return
+    assert set(found.letters) == {"bad.0"}
+    letter = found.letters["bad.0"]
+    assert letter.reason.startswith("RewardFailed: reward function 'bad'")
+    assert (LOST | FAILED)[fault] in letter.reason
+    assert len(letter.reason) <= 2000
+    if fault in LOST:
+        assert found.counters["rewards_failed"] == 1
+        assert found.counters["rewards_lost"] >= 2  # its processes; on a machine that stands still, its worker as well
+        assert (
+            "start the reward worker with a longer --timeout" in letter.reason or "must return a float" in letter.reason
+        )
+    else:
+        assert found.counters["rewards_failed"] == 2
+        assert letter.attempt == 1 and letter.traceback.startswith("Traceback")
 
 
 async def test_a_run_whose_every_reward_hangs_does_not_slow_another(fabric: Processes) -> None:
@@ -271,14 +291,11 @@ async def test_a_worker_that_is_killed_again_and_again_loses_nothing_and_scores_
 
 
 @pytest.mark.parametrize("name", ["number", "Scorer", "too_few", "too_many", "by_name_only", "generator", "missing"])
-def test_what_is_no_reward_function_is_refused_when_the_worker_starts(name: str) -> None:
-    with processes_broker() as url:
-        done = run_reward(url, *_option(name))
-        assert done.returncode != 0
-        assert f"--reward {name}: " in done.stderr
-        assert "Traceback" not in done.stderr
-        expected = "has no attribute 'missing'" if name == "missing" else "score(task: dict, rollout: Rollout) -> float"
-        assert expected in " ".join(done.stderr.split())
+def test_what_is_no_reward_function_is_refused_when_the_worker_starts(fabric: Processes, name: str) -> None:
+    done = CliRunner().invoke(app, ["reward", *_option(name), "--url", fabric.url])
+    expected = "has no attribute 'missing'" if name == "missing" else "score(task: dict, rollout: Rollout) -> float"
+    assert isinstance(done.exception, ConfigError)
+    assert f"--reward {name}: " in str(done.exception) and expected in str(done.exception)
 
 
 async def test_what_may_be_called_with_a_task_and_a_rollout_is_a_reward_function() -> None:
@@ -332,31 +349,6 @@ async def test_a_reward_that_nobody_offers_is_refused_when_the_run_is_made(fabri
 
 
 # ---- leaving
-
-
-def processes_broker():  # type: ignore[no-untyped-def]
-    from contextlib import contextmanager
-
-    from rollfab.fabric.broker.embedded import EmbeddedBroker
-
-    @contextmanager
-    def broker() -> Iterator[str]:
-        with EmbeddedBroker.start() as started:
-            yield started.url
-
-    return broker()
-
-
-def run_reward(url: str, *words: str) -> subprocess.CompletedProcess[str]:
-    place = {"PYTHONPATH": PYTHONPATH, "ROLLFAB_URL": url}
-    return subprocess.run(
-        [sys.executable, "-m", "rollfab", "reward", *words],
-        env={**os.environ, **place},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

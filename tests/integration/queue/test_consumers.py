@@ -20,14 +20,14 @@ from typing import IO
 import pytest
 from redis import Redis
 
-import rollfab
 from rollfab.fabric.contract.records import RunConfig, Span
 from rollfab.fabric.contract.wire import load_json
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.trainer.checks import make_groups
-from rollfab.trainer.client import Fabric, Run
+from rollfab.trainer.client import Fabric, Run, connect
 from rollfab.trainer.files import group_from, read_groups
+from tests.integration.cli.test_cli import rollfab as command
 from tests.support.records import rollout_of
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(90)]
@@ -51,7 +51,7 @@ with rollfab.connect(url) as fabric:
 
 @pytest.fixture
 def fabric(url: str, redis: Redis) -> Iterator[Fabric]:
-    with rollfab.connect(url) as fabric:
+    with connect(url) as fabric:
         yield fabric
 
 
@@ -116,15 +116,13 @@ def totals(run: Run) -> tuple[int, int]:
 def test_the_shell_looks_at_groups_and_they_are_all_still_there(url: str, fabric: Fabric, tmp_path: Path) -> None:
     complete(url, *NAMES)
     run = fabric.run("r")
-    look = [sys.executable, "-m", "rollfab", "consume", "--run", "r", "--peek", "--url", url]
-    printed = subprocess.run([*look, "--count", "2"], capture_output=True, text=True, check=True, timeout=60)
-    assert len(printed.stdout.splitlines()) == 2
-    written = subprocess.run(
-        [*look, "--output", str(tmp_path / "g.jsonl")], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert f"{len(NAMES)} groups written" in written.stdout
+    look = ("consume", "--run", "r", "--peek")
+    printed = command(*look, "--count", "2", url=url)
+    assert (printed.returncode, len(printed.stdout.splitlines())) == (0, 2)
+    written = command(*look, "--output", str(tmp_path / "g.jsonl"), url=url)
+    assert written.returncode == 0 and f"{len(NAMES)} groups written" in written.stdout
     assert sorted(group.group_id for group in read_groups(tmp_path / "g.jsonl")) == NAMES
-    refused = subprocess.run([*look, "--count", "0"], capture_output=True, text=True, check=False, timeout=60)
+    refused = command(*look, "--count", "0", url=url)
     assert refused.returncode == 1 and "count is 0, expected a whole number from 1 to 1000" in refused.stderr
     got = list(run.groups(count=len(NAMES), timeout=PATIENCE_S))
     assert sorted(group.group_id for group in got) == NAMES
@@ -148,10 +146,9 @@ def test_a_look_changes_nothing_in_the_broker(url: str, fabric: Fabric, redis: R
         assert len(before) > 10 and contents(redis) == before, "something else writes here"
 
         # When others look, all of them are shown
-        look = [sys.executable, "-m", "rollfab", "consume", "--run", "r", "--peek", "--url", url]
         for more in ((), ("--output", str(tmp_path / "g.jsonl")), ("--count", "1")):
-            done = subprocess.run([*look, *more], capture_output=True, text=True, check=True, timeout=60)
-            assert more or len(done.stdout.splitlines()) == len(NAMES) + 1
+            done = command("consume", "--run", "r", "--peek", *more, url=url)
+            assert done.returncode == 0 and (more or len(done.stdout.splitlines()) == len(NAMES) + 1)
         assert len(run.peek(100)) == len(NAMES) + 1
 
         # Then the broker holds what it held, to the byte
@@ -164,10 +161,7 @@ def test_a_look_changes_nothing_in_the_broker(url: str, fabric: Fabric, redis: R
 
 
 def test_a_look_names_the_options_that_say_nothing_beside_it(url: str) -> None:
-    look = [sys.executable, "-m", "rollfab", "consume", "--run", "r", "--peek", "--url", url]
-    done = subprocess.run(
-        [*look, "--keep", "varied", "--timeout", "3"], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = command("consume", "--run", "r", "--peek", "--keep", "varied", "--timeout", "3", url=url)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--peek takes no group, so --timeout, --keep would do nothing" in done.stderr
 
@@ -196,7 +190,7 @@ def test_a_consumer_that_is_started_again_gets_all_it_held_at_once(url: str, fab
 def test_a_training_step_may_take_longer_than_the_takeover_time(url: str, fabric: Fabric) -> None:
     complete(url, *NAMES)
     run = fabric.run("r")
-    with rollfab.connect(url) as other_fabric, run.groups(count=5, timeout=PATIENCE_S, takeover=TAKEOVER_S) as groups:
+    with connect(url) as other_fabric, run.groups(count=5, timeout=PATIENCE_S, takeover=TAKEOVER_S) as groups:
         held = list(groups)
         other = other_fabric.run("r")
         until_s = time.monotonic() + 3 * TAKEOVER_S
@@ -255,7 +249,7 @@ def test_two_live_processes_under_one_name_are_both_warned_once(
 def test_consumers_that_come_and_go_leave_nothing_behind(url: str, fabric: Fabric, redis: Redis) -> None:
     complete(url, *NAMES)
     for index in range(10):
-        with rollfab.connect(url) as passing:
+        with connect(url) as passing:
             list(passing.run("r").groups(consumer=f"c{index}", timeout=0.01, count=1, takeover=0.1))
     run, keys = fabric.run("r"), ShardKeys("r", 0)
     time.sleep(0.3)
@@ -304,9 +298,7 @@ def test_groups_that_are_written_to_a_file_are_consumed_once_it_is_whole(
     run, file = fabric.run("r"), tmp_path / "groups.parquet"
 
     def consume(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rollfab", "consume", "--run", "r", "--timeout", "0.5", *words]
-        place = {**os.environ, "ROLLFAB_URL": url}
-        return subprocess.run(command, env=place, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        return command("consume", "--run", "r", "--timeout", "0.5", *words, url=url)
 
     # Given a file that cannot be written; then nothing is consumed
     file.touch()

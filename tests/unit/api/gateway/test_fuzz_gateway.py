@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -14,16 +13,12 @@ from hypothesis import strategies as st
 from rollfab.api.gateway.app import make_gateway
 from rollfab.api.gateway.body import DEPTH_MAX
 from rollfab.api.gateway.config import GatewayConfig
-from tests.fuzz.damage import damaged
+from tests.fuzz import damage
+from tests.fuzz.damage import damaged, json_values, spots
 from tests.support.fake_sessions import KEY, FakeSessions
 
 CREATOR_KEY = "a-key-that-opens-sessions"
 few = settings(suppress_health_check=[HealthCheck.too_slow])
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
 PARTS = [{"type": "text", "text": "?"}, {"type": "input_text", "text": "?"}, {"type": "thinking", "thinking": "?"}]
 MESSAGE = {"role": "user", "content": PARTS[:1]}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -75,13 +70,7 @@ WHOLE: dict[str, dict[str, Any]] = {  # requests that are fine, with a value of 
 
 
 def post(path: str, content: bytes) -> httpx.Response:
-    async def send() -> httpx.Response:
-        app = make_gateway(FakeSessions(), GatewayConfig(creator_keys=(CREATOR_KEY,)))
-        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-            return await http.post(path, content=content, headers={"authorization": f"Bearer {KEY}"})
-
-    return asyncio.run(send())
+    return damage.post(make_gateway(FakeSessions(), GatewayConfig(creator_keys=(CREATOR_KEY,))), path, content, KEY)
 
 
 def check(path: str, answer: httpx.Response) -> None:
@@ -94,14 +83,6 @@ def check(path: str, answer: httpx.Response) -> None:
     else:
         assert set(answer.json()) == {"error"} and set(error) == {"message", "type", "param", "code"}
     assert error["message"] and "Traceback" not in error["message"]
-
-
-def spots(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in a JSON value: what holds it, and under which key or index."""
-    if not isinstance(value, dict | list):
-        return []
-    here = [(value, key) for key in (value if isinstance(value, dict) else range(len(value)))]
-    return here + [each for holder, key in here for each in spots(holder[key])]
 
 
 @pytest.mark.parametrize("path", WHOLE)

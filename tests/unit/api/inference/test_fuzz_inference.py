@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 from typing import Any
@@ -14,16 +13,12 @@ from hypothesis import strategies as st
 
 from rollfab.api.gateway.config import GatewayConfig
 from rollfab.api.inference.app import make_inference
-from tests.fuzz.damage import damaged
+from tests.fuzz import damage
+from tests.fuzz.damage import damaged, json_values, spots
 from tests.support.fake_inference import FakeInference
 
 KEY = "a-key-for-the-trainer"
 few = settings(suppress_health_check=[HealthCheck.too_slow])
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
 PIN = {"min_version": 1, "exact_version": 3}
 VLLM = {
     "n": 2,
@@ -74,27 +69,13 @@ WHOLE: dict[str, dict[str, Any]] = {  # requests that are fine, with a value of 
 
 
 def post(path: str, content: bytes) -> httpx.Response:
-    async def send() -> httpx.Response:
-        app = make_inference(FakeInference(), GatewayConfig(creator_keys=(KEY,)))
-        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-            return await http.post(path, content=content, headers={"authorization": f"Bearer {KEY}"})
-
-    return asyncio.run(send())
+    return damage.post(make_inference(FakeInference(), GatewayConfig(creator_keys=(KEY,))), path, content, KEY)
 
 
 def check(answer: httpx.Response) -> None:
     assert answer.status_code == 200 or 400 <= answer.status_code < 500, (answer.status_code, answer.text)
     if answer.status_code != 200:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-
-
-def spots(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in a JSON value: what holds it, and under which key or index."""
-    if not isinstance(value, dict | list):
-        return []
-    here = [(value, key) for key in (value if isinstance(value, dict) else range(len(value)))]
-    return here + [each for holder, key in here for each in spots(holder[key])]
 
 
 @pytest.mark.parametrize("path", WHOLE)

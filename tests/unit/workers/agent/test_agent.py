@@ -39,6 +39,7 @@ class Setting:
         self.worker = worker
         self.fabric = StandInFabric()
         self.run = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
+        self.worlds: list[str] = []
         self.asked: list[tuple[str, str, int]] = []
 
     async def begin(self) -> Setting:
@@ -48,8 +49,8 @@ class Setting:
         self.fabric.tables_of(self.run.run_id).head_version = 4
         return self
 
-    async def push(self, size: int = 1, name: str = "g", **settings: Any) -> None:
-        (group,) = make_groups([{"seed": 1}], size, [name])
+    async def push(self, size: int = 1, name: str = "g", fault: str = "", **settings: Any) -> None:
+        (group,) = make_groups([{"seed": 1, "fault": fault}], size, [name])
         await self.fabric.rollouts(self.run).push([dataclasses.replace(group, **settings)])
 
     def held(self, run_id: str = "r1") -> list[str]:
@@ -63,14 +64,15 @@ class Setting:
             self.asked.append((run_id, trajectory_id, fence))
 
         config = AgentConfig(worker_id=name, runs_s=0.01, **settings)  # type: ignore[arg-type]
-        worker = AgentWorker(self.fabric, Registry(), config, SystemClock(), ask_reward=ask_reward)
-        stop = asyncio.Event()
-        task = asyncio.create_task(worker.run(stop))
-        try:
-            yield
-        finally:
-            stop.set()
-            await task
+        async with Registry(self.worlds) as registry:
+            worker = AgentWorker(self.fabric, registry, config, SystemClock(), ask_reward=ask_reward)
+            stop = asyncio.Event()
+            task = asyncio.create_task(worker.run(stop))
+            try:
+                yield
+            finally:
+                stop.set()
+                await task
 
     async def claims(self) -> Exchange:
         turns = self.fabric.turns(self.run)
@@ -208,11 +210,15 @@ async def test_a_run_with_a_reward_function_waits_for_its_reward() -> None:
     assert (await setting.fabric.board.run_status("r1")).trajectories["scoring"] == 1
 
 
-async def test_a_cancelled_group_lets_go_of_its_places() -> None:
+@pytest.mark.parametrize("fault", ["", "reset hangs"], ids=["it waits for a turn", "its world hangs"])
+async def test_a_cancelled_group_lets_go_of_its_places(fault: str) -> None:
     # Given an agent whose only place is taken
-    setting = await Setting().begin()
-    await setting.push(1, "first")
-    async with setting.agent(environment_count=1):
+    setting = Setting()
+    setting.worlds = ["broken=tests.support.worlds.worlds:Broken"]
+    setting.run = dataclasses.replace(setting.run, environment="broken")
+    await setting.begin()
+    await setting.push(1, "first", fault)
+    async with setting.agent(environment_count=1, environment_timeout_s=1000.0):
         await until(lambda: setting.held() == ["first.0"])
         await setting.push(1, "second")
         # When the group is cancelled, then the place goes to another

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from rollfab.fabric.contract.clock import Clock, SystemClock
-from rollfab.fabric.contract.records import RunConfig, WorkerInfo
+from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM, LeaseChange
+from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from rollfab.workers.controller.demand import Census
@@ -321,6 +322,18 @@ async def test_a_leader_that_was_replaced_writes_nothing_at_all() -> None:
     assert before == (await setting.board.leases("r1"), setting.tables.assignments, await setting.board.plan())
     assert len(setting.tables.workers) == 2
     assert len(setting.tables.events) == said
+
+
+async def test_a_new_leader_shuts_the_old_one_out_also_where_it_has_nothing_to_write() -> None:
+    setting = await Setting().begin()
+    await setting.board.create_run(RunConfig(run_id="r2", model="nobody's", environment="e"))
+    first = await setting.board.lead("old", 10)
+    setting.tables.end_term()
+    await setting.controller("new").tick(await setting.board.lead("new", 10_000))
+
+    epoch = first * EPOCHS_PER_TERM + 1
+    late = Lease(worker_id="serving", run_id="r2", lease_epoch=epoch, slot_count=4, lease_until_ms=None)
+    assert await setting.board.change_leases(first, [LeaseChange(lease=late)], {}) == [False]
 
 
 async def test_a_worker_that_looks_at_another_run_is_told_again() -> None:
