@@ -438,7 +438,7 @@ def _unleased(view: _View) -> Iterator[Cause]:
     for code, (text, step) in _LEASE_WORDS.items():
         if code in reasons:
             # nobody has to lend while a worker starts: what it waits for passes without anybody
-            kind = "passing" if code == "lend_off" and "worker_loading" in reasons else None
+            kind: Kind | None = "passing" if code == "lend_off" and "worker_loading" in reasons else None
             named = "; ".join(reasons[code][:NAME_COUNT])
             more = "; and others" if len(reasons[code]) > NAME_COUNT else ""
             if code == "lend_off" and all(each.role == "serving" for each in view.holders.values()):
