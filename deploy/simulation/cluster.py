@@ -6,6 +6,8 @@
   as it has slots for, or its share. With `home`, a turn waits for the worker with its context; another one takes it
   when it could have read that meanwhile and has nothing else to do, and a second later before all else.
 - A serving request goes to the instance with the fewest unanswered ones.
+- Nobody hears that a worker has died: its claims end CLAIM_S after they were renewed last, and its turns go on from the
+  tokens that were saved then; its lease ends once it was silent for FORGET_S.
 - Who is lent decides a lender (lending.py), what a step is a trainer (training.py).
 """
 
@@ -20,8 +22,12 @@ from itertools import islice
 from operator import attrgetter
 
 from ...fabric.contract.records import RunConfig, Span
+from ...fabric.queue.turns import CLAIM_MS
 from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, READY_MS, Homes
 from ...fabric.rules.queue.retries import is_stale
+from ...workers.agent.run import AgentConfig
+from ...workers.controller.controller import ControllerConfig
+from ...workers.rollout.config import RolloutConfig
 from ...workers.serving.guarding.guard import Guard, GuardConfig, GuardOrders, Policy
 from ..replay.records import Arrival
 from .machine.books import Books, Broken
@@ -38,6 +44,9 @@ GRACE_S, READY_S, PATIENCE_S = GRACE_MS / 1000, READY_MS / 1000, PATIENCE_MS_MAX
 STRAY_COUNT, SHARE_SLACK = 16, 1.125  # as use/homed.lua and use/share.lua of the broker say
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
 DRAIN_S = 600.0
+SAVE_S, ROUND_S = RolloutConfig.log_s, RolloutConfig.poll_s  # between two renewals of a claim, and two rounds at most
+CLAIM_S, REAP_S = CLAIM_MS / 1000, AgentConfig.reap_s
+FORGET_S = ControllerConfig.worker_age_ms_max / 1000
 RUN, MODEL = "run", "model"
 Waiting = tuple[int, int, Turn]
 
@@ -116,6 +125,10 @@ class Cluster:
         self._homed: dict[int, Turn] = {}  # all of them that still do, by number: the oldest first
         self._count = self._trajectories = 0
         self._leases: dict[str, int] = {}
+        self.dead: set[str] = set()
+        self.gone: set[str] = set()  # of the dead, those that the controller has forgotten
+        self._dying: set[Turn] = set()  # with their worker, at the end of the step under way
+        self._lost: set[Turn] = set()  # whose claims have not ended yet
         if setup.load and self.lendable:
             self.events.at(setup.load[0].at_s, self._arrive, 0, 0.0)
 
@@ -146,9 +159,12 @@ class Cluster:
     def _serving_engine(self, name: str, index: int) -> Engine:
         setup = self.setup
         serving = ServingSide(setup.serving.cost, setup.kv_serving, setup.serving_chunk)
+        return self._engine(name, 1000 + index, setup.kv_lent, serving, self._guard(serving))
+
+    def _guard(self, serving: ServingSide) -> Guard:
+        setup = self.setup
         config = GuardConfig(probe="", probe_name="simulated", slo_ttft_ms=setup.ttft_ms, slo_tpot_ms=setup.tpot_ms)
-        guard = Guard(config, serving, [setup.policy] if setup.policy is not None else ())
-        return self._engine(name, 1000 + index, setup.kv_lent, serving, guard)
+        return Guard(config, serving, [setup.policy] if setup.policy is not None else ())
 
     def _arrive(self, index: int, began_s: float) -> None:
         if self._is_draining:
@@ -184,12 +200,18 @@ class Cluster:
 
     def lease(self, engine: Engine) -> None:
         """Lend an engine out; it takes turns once it is awake and has the weights."""
+        if engine.name not in self.gone:
+            engine.is_leased = True
+            self._leased.append(engine)
+            self._set_up(engine)
+
+    def _set_up(self, engine: Engine) -> None:
         number = self._leases[engine.name] = self._leases.get(engine.name, 0) + 1
-        engine.is_leased, engine.is_ready = True, False
-        self._leased.append(engine)
+        engine.is_ready = False
         if engine.guard is not None:
             engine.guard.orders = GuardOrders(is_lent=True, policy=int(self.setup.policy is not None))
-        self.events.after(self.setup_s(engine), self._got_ready, engine, number)
+        if engine.name not in self.dead:
+            self.events.after(self.setup_s(engine), self._got_ready, engine, number)
 
     def _got_ready(self, engine: Engine, number: int) -> None:
         if engine.is_leased and self._leases[engine.name] == number:
@@ -218,6 +240,60 @@ class Cluster:
             if engine.is_leased:
                 engine.version = self.head_version
                 engine.forget_prefixes()
+
+    # ---- workers that die
+
+    def save(self) -> None:
+        """Let workers renew the claims that are due, and save the tokens of their turns."""
+        now_s = self.events.now_s
+        for engine in self.engines:
+            if engine.turn_count and engine.name not in self.dead:
+                for turn, made in engine.progress():
+                    if turn.renewed_at_s <= now_s - SAVE_S:
+                        turn.renewed_at_s, turn.saved = now_s, made
+
+    def kill(self, engine: Engine) -> None:
+        """End a worker without a word, at the end of its step under way. Serving beside it goes on."""
+        self.dead.add(engine.name)
+        engine.is_ready = False
+        self._leases[engine.name] = self._leases.get(engine.name, 0) + 1  # it does not get ready any more
+        self.books.death_count += 1
+        turns = engine.turns()
+        self._dying.update(turns)
+        engine.take_back(turns, keeps_tokens=True)
+
+    def forget(self, engine: Engine) -> None:
+        """End the lease of a worker that was silent for too long."""
+        self.gone.add(engine.name)
+        self.revoke(engine)
+        self.place()
+
+    def revive(self, engine: Engine) -> None:
+        """Start a worker anew: it knows nothing. A dedicated one gets a lease; one that has a lease still gets ready."""
+        self.dead.remove(engine.name)
+        self.gone.discard(engine.name)
+        engine.restart()
+        if engine.serving is not None:
+            engine.serving.forget_news()
+            engine.guard = self._guard(engine.serving)
+        if engine.is_leased:
+            self._set_up(engine)
+        elif engine.serving is None:
+            self.lease(engine)
+
+    def _lose(self, turn: Turn) -> None:
+        """Let a turn of a dead worker wait for the end of its claim, with the tokens that were saved."""
+        saved = min(turn.saved, turn.made) if self.setup.keeps_tokens else 0
+        self.books.loses(turn, turn.made - saved)
+        self._lost.add(turn)
+        reaped_s = REAP_S * math.ceil((turn.renewed_at_s + CLAIM_S) / REAP_S)
+        self.events.at(max(self.events.now_s, reaped_s), self._reap, turn)
+
+    def _reap(self, turn: Turn) -> None:
+        self._lost.remove(turn)
+        turn.version = turn.version if turn.made else -1
+        self._hand_over(turn)
+        self.place()
 
     # ---- trajectories
 
@@ -254,7 +330,8 @@ class Cluster:
 
     def waiting_count(self) -> int:
         """Count the turns that wait or run."""
-        return len(self._ready) + len(self._homed) + sum(engine.turn_count for engine in self.engines)
+        held = sum(engine.turn_count for engine in self.engines)
+        return len(self._ready) + len(self._homed) + len(self._lost) + held
 
     def _ask(self, trajectory: Trajectory) -> None:
         if trajectory.is_over:
@@ -394,22 +471,33 @@ class Cluster:
     def _begin(self, turn: Turn, engine: Engine) -> None:
         self._count += 1
         engine.free_since = self._count  # it listens again, behind the others
+        turn.saved, turn.renewed_at_s = turn.made, self.events.now_s
         engine.begin(turn)
 
     def _came_back(self, engine: Engine, turns: list[Turn]) -> None:
         for turn in turns:
-            if turn.trajectory.is_over:
-                self.books.drops(turn, turn.made)
-                continue
-            turn.was_held, turn.home, turn.fresh_tokens = True, "", 0
-            self.books.moved_count += 1
-            self._push(turn)
+            if turn in self._dying:
+                self._dying.remove(turn)
+                engine.forget_prefixes()
+                self._lose(turn)
+            else:
+                self._hand_over(turn)
         self.place()
+
+    def _hand_over(self, turn: Turn) -> None:
+        """Let a turn that was begun go on at any worker."""
+        if turn.trajectory.is_over:
+            self.books.drops(turn, turn.made)
+            return
+        turn.was_held, turn.home, turn.fresh_tokens = True, "", 0
+        self.books.moved_count += 1
+        self._push(turn)
 
     def _ended(self, engine: Engine, turns: list[Turn]) -> None:
         for turn in turns:
             trajectory = turn.trajectory
             trajectory.turn = None
+            self._dying.discard(turn)
             if trajectory.is_over:
                 continue
             self._homes.note(self.run, str(trajectory.number), Span(0, turn.made, engine.name, engine.version))
@@ -462,7 +550,7 @@ class Cluster:
             Broken: they differ.
         """
         running = sum(engine.made(turn) for engine in self.engines for turn in engine.turns())
-        waits = [*self._homed.values(), *(row[2] for row in self._ready)]
+        waits = [*self._homed.values(), *(row[2] for row in self._ready), *self._lost]
         self.books.check(running + sum(turn.made for turn in waits))
         for engine in self.engines:
             engine.check_time()

@@ -49,6 +49,10 @@ class Lender(Protocol):
         """Hear that a step's rollouts begin, or end."""
         ...
 
+    def came_back(self, engine: Engine) -> None:
+        """Hear that a worker that had died has started anew."""
+        ...
+
 
 def sizes(engine: Engine) -> Iterator[tuple[Turn, TurnSize]]:
     """Tell what each turn of an engine holds, as a worker tells its rules."""
@@ -135,14 +139,23 @@ class Nobody:
     def rollouts(self, begins: bool) -> None:
         """Do nothing."""
 
+    def came_back(self, engine: Engine) -> None:
+        """Do nothing."""
+
 
 class Always(Nobody):
     """Lends everything for good."""
 
     def start(self, cluster: Cluster) -> None:
         """Lend."""
+        self._cluster = cluster
         for engine in cluster.offered:
             cluster.lease(engine)
+
+    def came_back(self, engine: Engine) -> None:
+        """Lend it again."""
+        if engine in self._cluster.offered and not engine.is_leased:
+            self._cluster.lease(engine)
 
 
 class WholeSteps(Nobody):
@@ -150,18 +163,20 @@ class WholeSteps(Nobody):
 
     def __init__(self, *, yields: bool = False, cuts_memory: bool = False) -> None:
         self._yields, self._cuts_memory = yields, cuts_memory
-        self._workers: list[Worker] = []
+        self._workers: dict[str, Worker] = {}
+        self._is_rolling = False
         self._budgets: dict[str, int] = {}  # of engines that were cut in this step: no more than so many tokens
 
     def start(self, cluster: Cluster) -> None:
         """Begin to look."""
         self._cluster = cluster
         if self._yields:
-            self._workers = [Worker(cluster, engine, YieldRule()) for engine in cluster.lendable]
+            self._workers = {engine.name: Worker(cluster, engine, YieldRule()) for engine in cluster.lendable}
         cluster.events.after(FOLLOW_S, self._look)
 
     def rollouts(self, begins: bool) -> None:
         """Lend, or take back, all."""
+        self._is_rolling = begins
         for engine in self._cluster.offered:
             if begins and not engine.is_leased:
                 self._budgets.pop(engine.name, None)
@@ -171,8 +186,15 @@ class WholeSteps(Nobody):
             elif not begins:
                 self._cluster.revoke(engine)
 
+    def came_back(self, engine: Engine) -> None:
+        """Lend it again, if rollouts are under way."""
+        if engine.name in self._workers:
+            self._workers[engine.name] = Worker(self._cluster, engine, YieldRule())
+        if self._is_rolling and engine in self._cluster.offered and not engine.is_leased:
+            self._cluster.lease(engine)
+
     def _look(self) -> None:
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.follow()
         for engine in self._cluster.lendable if self._cuts_memory else ():
             serving = engine.serving
@@ -209,13 +231,24 @@ class Planned(Nobody):
         self._tokens: dict[str, int] = {}
         self._workers: dict[str, Worker] = {}
         self._draining: set[str] = set()
+        self._told: dict[str, WorkerInfo] = {}  # the last heartbeats
+        self._anew: set[str] = set()  # workers that never woke since they started again
 
     def start(self, cluster: Cluster) -> None:
         """Begin to tick."""
-        rule = YieldRule(yield_after_s=1e9) if self._drains else YieldRule()
-        self._workers = {engine.name: Worker(cluster, engine, rule) for engine in cluster.lendable}
+        self._cluster = cluster
+        self._workers = {engine.name: self._worker(engine) for engine in cluster.lendable}
         cluster.events.at(0.0, self._tick, cluster)
         cluster.events.after(FOLLOW_S, self._follow, cluster)
+
+    def _worker(self, engine: Engine) -> Worker:
+        return Worker(self._cluster, engine, YieldRule(yield_after_s=1e9) if self._drains else YieldRule())
+
+    def came_back(self, engine: Engine) -> None:
+        """Begin its rules anew; the plan lends it."""
+        self._anew.add(engine.name)
+        if engine.serving is not None:
+            self._workers[engine.name] = self._worker(engine)
 
     def _follow(self, cluster: Cluster) -> None:
         for engine in cluster.lendable:
@@ -273,7 +306,7 @@ class Planned(Nobody):
             if engine.is_leased and engine.name not in self._draining
         }
         return Survey(
-            workers={engine.name: (self._info(cluster, engine, now_s), 0) for engine in cluster.engines},
+            workers={name: (info, 0) for name, info in self._heartbeats(cluster, now_s)},
             assignments=dict.fromkeys(leases, RUN),
             runs={RUN: status},
             leases={RUN: leases},
@@ -281,11 +314,22 @@ class Planned(Nobody):
             now_ms=int(now_s * 1000),
         )
 
+    def _heartbeats(self, cluster: Cluster, now_s: float) -> Iterator[tuple[str, WorkerInfo]]:
+        """Tell the last of each worker that is not forgotten: the dead say nothing new."""
+        for engine in cluster.engines:
+            if engine.name not in cluster.dead:
+                self._told[engine.name] = self._info(cluster, engine, now_s)
+            if engine.name not in cluster.gone:
+                yield engine.name, self._told[engine.name]
+
     def _info(self, cluster: Cluster, engine: Engine, now_s: float) -> WorkerInfo:
         """Make an engine's heartbeat."""
         made = engine.token_count - self._tokens.get(engine.name, 0)
         self._tokens[engine.name] = engine.token_count
         setup, view = cluster.setup, None
+        if engine.is_ready:
+            self._anew.discard(engine.name)
+        has_woken = engine.name not in self._anew
         if engine.guard is not None:
             if not engine.turn_count:
                 engine.guard.look(now_s, ONE, is_idle=True)
@@ -304,8 +348,8 @@ class Planned(Nobody):
             tokens_per_s=made / TICK_S,
             state="ready" if engine.is_leased else "asleep",
             head_version=cluster.head_version,
-            wake_ms=int(1000 * setup.activation_s),
-            stage_ms=int(1000 * setup.fetch_s),
+            wake_ms=int(1000 * setup.activation_s) if has_woken else None,
+            stage_ms=int(1000 * setup.fetch_s) if has_woken else None,
             pool="" if view is None else POOL if engine in cluster.offered else KEPT,
             headroom_fraction=view.headroom_fraction if view else None,
             load_fraction=view.load_fraction if view else None,

@@ -60,6 +60,8 @@ def summary(runs: Sequence[Run], fixed: Sequence[Run]) -> dict[str, Any]:
         "harvest_of_oracle": mean(lambda run: run.harvest / run.spare if run.spare else 0.0),
         "harvested_tokens": mean(lambda run: run.harvested),
         "wasted_fraction": mean(lambda run: run.wasted / max(1, run.tokens + run.wasted)),
+        "lost_fraction": mean(lambda run: run.lost / max(1, run.tokens + run.wasted)),
+        "deaths": mean(lambda run: run.deaths),
         "recomputed_tokens": mean(lambda run: run.refilled),
         "turns_moved": mean(lambda run: run.moved),
         "served": {

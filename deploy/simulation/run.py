@@ -16,6 +16,7 @@ from ..replay.traces import Part, read_trace
 from .arms import ARMS, Arm
 from .bound import rollout_bound_s, spare
 from .cluster import Cluster, Setup
+from .failing import Failures
 from .machine.books import Broken
 from .machine.cost import Model, kv_room_tokens, model_of
 from .machine.serving import Served, served
@@ -34,6 +35,7 @@ class Run:
     """What came of it. steps: without the first of an arm that runs ahead, which only fills.
 
     span_s: simulated seconds. bounds_s: the least that each step's rollouts could take; cpu_s: what simulating took.
+    lost: of the wasted tokens, those that died with their worker.
     harvest: of the time of the GPUs that serve, in which rollouts computed; spare: in which they could have, at most.
     """
 
@@ -48,6 +50,8 @@ class Run:
     tokens: int
     harvested: int
     wasted: int
+    lost: int
+    deaths: int
     prefilled: int
     refilled: int
     moved: int
@@ -149,16 +153,9 @@ def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int, timel
     plans: list[StepPlan] = []
 
     def draw(step: int) -> StepPlan:
-        plan = draw_step(
-            work.kind,
-            seed=seed,
-            step=step,
-            groups=work.groups,
-            group_size=work.group_size,
-            oversample=work.oversample,
-        )
-        plans.append(plan)
-        return plan
+        size = {"groups": work.groups, "group_size": work.group_size}
+        plans.append(draw_step(work.kind, seed=seed, step=step, **size, oversample=work.oversample))
+        return plans[-1]
 
     trainer = Trainer(
         cluster=cluster,
@@ -171,6 +168,7 @@ def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int, timel
     )
     trainer.start()
     lender.start(cluster)
+    Failures(cluster, lender, scenario.failures).start()
     if timeline is not None:
         timeline.watch(cluster)
     limit_s = scenario.simulation.hours_max * 3600
@@ -179,7 +177,7 @@ def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int, timel
     if not trainer.is_over:
         raise FabricError(
             f"arm {arm_name} did {len(trainer.steps)} of {work.steps} steps in {limit_s / 3600:g} simulated "
-            "hours: give it fewer trajectories, more GPUs, or a higher [simulation] hours_max"
+            "hours: give it fewer trajectories, more GPUs, fewer [failures], or a higher [simulation] hours_max"
         )
     steps = trainer.steps[1:] if arm.is_ahead else trainer.steps
     cpu_s = time.process_time() - began
@@ -240,6 +238,8 @@ def _summed(
         tokens=books.kept,
         harvested=books.harvested,
         wasted=books.wasted,
+        lost=books.lost,
+        deaths=books.death_count,
         prefilled=books.prefilled,
         refilled=books.refilled,
         moved=books.moved_count,

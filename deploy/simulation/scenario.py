@@ -1,6 +1,6 @@
 """A scenario: a TOML file, read strictly. A key that is not known is refused with the nearest one that is.
 
-Shipped scenarios are named without a path: `s0` to `s10` (docs/simulation.md tells what each is for).
+Shipped scenarios are named without a path: `s0` to `s11` (docs/simulation.md tells what each is for).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from ...fabric.host.files import read_regular
 from .arms import ARMS
 from .machine.workload import KINDS
 
-SAMPLES = ("s0", "s1", "s2", "s3", "s9", "s10")
+SAMPLES = ("s0", "s1", "s2", "s3", "s9", "s10", "s11")
 BYTES_MAX = 1 << 16
 STATIC_LOAD_MAX = 0.7
 LOAD_MAX = 1.5
+HOURS_MIN = 0.01  # between a worker's deaths: less is no worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,16 @@ class TrainerPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FailuresPart:
+    """[failures]: rollout workers die. hours_between: of a worker's deaths, on average; 0: none dies. back_s: until it
+    has started again; then it wakes and fetches weights like any (activation_s, transfer_s).
+    """
+
+    hours_between: float = 0.0
+    back_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulationPart:
     """[simulation]: arms and seeds. cost_error: factor on all step times; noise: log-deviation of a step's time."""
 
@@ -101,6 +112,7 @@ class Scenario:
     serving: ServingPart = field(default_factory=ServingPart)
     work: WorkPart = field(default_factory=WorkPart)
     trainer: TrainerPart = field(default_factory=TrainerPart)
+    failures: FailuresPart = field(default_factory=FailuresPart)
     simulation: SimulationPart = field(default_factory=SimulationPart)
 
     @property
@@ -122,6 +134,7 @@ PARTS: dict[str, type[Any]] = {
     "serving": ServingPart,
     "work": WorkPart,
     "trainer": TrainerPart,
+    "failures": FailuresPart,
     "simulation": SimulationPart,
 }
 
@@ -145,6 +158,8 @@ def read_scenario(source: str | Path) -> Scenario:
             raise ConfigError(f"{name}: {key} is no part of a scenario: {did_you_mean(key, ['name', *PARTS])}")
         elif not isinstance(value, dict):
             raise ConfigError(f"{name}: {key} is no table: write [{key}], and its settings below")
+        elif key == "failures" and "hours_between" not in value and not set(value) - {"back_s"}:
+            raise ConfigError(f"{name}: [failures] has no hours_between: without it, no worker dies")
         else:
             found[key] = _part(name, key, value)
     return checked(Scenario(**found), name)
@@ -209,6 +224,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "trainer.train_s": (0, 86_400),
     "trainer.transfer_s": (0, 86_400),
     "trainer.activation_s": (0, 3600),
+    "failures.hours_between": (0, 1_000_000),
+    "failures.back_s": (0, 86_400),
     "simulation.noise": (0, 0.5),
     "simulation.cost_error": (0.1, 10),
     "simulation.hours_max": (0.01, 1000),
@@ -226,6 +243,8 @@ def checked(scenario: Scenario, name: str) -> Scenario:
         value = getattr(getattr(scenario, part), setting)
         if not low <= value <= high:
             raise ConfigError(f"{name}: [{part}] {setting} is {value:g}: expected {low:g} to {high:g}")
+    if 0 < (hours := scenario.failures.hours_between) < HOURS_MIN:
+        raise ConfigError(f"{name}: [failures] hours_between is {hours:g}: expected {HOURS_MIN:g} or more, or 0: no deaths")
     loads, seeds = scenario.serving.loads, scenario.simulation.seeds
     if not all(0 <= load <= LOAD_MAX for load in loads) or min(seeds) < 0:
         raise ConfigError(f"{name}: loads {loads}, seeds {seeds}: expected 0 to {LOAD_MAX:g}, and 0 or more")
