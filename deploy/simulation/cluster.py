@@ -269,7 +269,7 @@ class Cluster:
         self.place()
 
     def revive(self, engine: Engine) -> None:
-        """Start a worker anew: it knows nothing. A dedicated one gets a lease; one that has a lease still gets ready."""
+        """Start a worker anew: it knows nothing. If it has a lease, it gets ready; a dedicated one gets a lease."""
         self.dead.remove(engine.name)
         self.gone.discard(engine.name)
         engine.restart()

@@ -122,11 +122,23 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 def notes_of(found: dict[str, Any]) -> list[str]:
     """Say what the figures are."""
     seeds = found["scenario"]["simulation"]["seeds"]
-    speeds = [row["simulated_s_per_cpu_s"] for part in found["by_load"] for row in part["arms"].values()]
+    rows = [row for part in found["by_load"] for row in part["arms"].values()]
+    speeds = [row["simulated_s_per_cpu_s"] for row in rows]
     return [
         f"All figures are {found['tag']}.",
         f"x fixed: speed of a step over dedicated GPUs alone, with its 95 % interval (bootstrap, {len(seeds)} seeds).",
         "h: of the time of the GPUs that serve, computed for rollouts, training included; H*: the oracle's.",
         "in SLO: serving requests within TTFT and TPOT; worst: of the worst minute; P99: TTFT/TPOT.",
+        *(_of_deaths(rows) if found["scenario"]["failures"]["hours_between"] else ()),
         f"The simulator's speed: {min(speeds):.0f} to {max(speeds):.0f} simulated seconds in one of a core, by arm.",
+    ]
+
+
+def _of_deaths(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Say how often workers died, and what died with them: the fewest and the most, by arm."""
+    deaths = [row["deaths"]["mean"] for row in rows]
+    lost = [100 * row["lost_fraction"]["mean"] for row in rows]
+    return [
+        f"Workers died {min(deaths):.1f} to {max(deaths):.1f} times a run, lent ones or not; "
+        f"{min(lost):.2f} to {max(lost):.2f} % of all tokens died with them."
     ]

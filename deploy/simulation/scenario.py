@@ -22,7 +22,6 @@ SAMPLES = ("s0", "s1", "s2", "s3", "s9", "s10", "s11")
 BYTES_MAX = 1 << 16
 STATIC_LOAD_MAX = 0.7
 LOAD_MAX = 1.5
-HOURS_MIN = 0.01  # between a worker's deaths: less is no worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +223,13 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "trainer.train_s": (0, 86_400),
     "trainer.transfer_s": (0, 86_400),
     "trainer.activation_s": (0, 3600),
-    "failures.hours_between": (0, 1_000_000),
+    "failures.hours_between": (0.01, 1_000_000),
     "failures.back_s": (0, 86_400),
     "simulation.noise": (0, 0.5),
     "simulation.cost_error": (0.1, 10),
     "simulation.hours_max": (0.01, 1000),
 }
+NOTHING = {"failures.hours_between": ", or 0: no worker dies"}  # what 0 means where it is out of bounds
 
 
 def checked(scenario: Scenario, name: str) -> Scenario:
@@ -241,10 +241,9 @@ def checked(scenario: Scenario, name: str) -> Scenario:
     for key, (low, high) in BOUNDS.items():
         part, setting = key.split(".")
         value = getattr(getattr(scenario, part), setting)
-        if not low <= value <= high:
-            raise ConfigError(f"{name}: [{part}] {setting} is {value:g}: expected {low:g} to {high:g}")
-    if 0 < (hours := scenario.failures.hours_between) < HOURS_MIN:
-        raise ConfigError(f"{name}: [failures] hours_between is {hours:g}: expected {HOURS_MIN:g} or more, or 0: no deaths")
+        nothing = NOTHING.get(key, "")
+        if not low <= value <= high and not (nothing and value == 0):
+            raise ConfigError(f"{name}: [{part}] {setting} is {value:g}: expected {low:g} to {high:g}{nothing}")
     loads, seeds = scenario.serving.loads, scenario.simulation.seeds
     if not all(0 <= load <= LOAD_MAX for load in loads) or min(seeds) < 0:
         raise ConfigError(f"{name}: loads {loads}, seeds {seeds}: expected 0 to {LOAD_MAX:g}, and 0 or more")

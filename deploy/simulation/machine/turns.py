@@ -61,8 +61,8 @@ class Turn:
 
     context_tokens: before its own tokens; fresh_tokens of these were computed nowhere. engine: the name of the one that
     has it; "": none. home: the one that made the turn before. read_tokens: of its prompt, what its engine computes.
-    name: its key, for rules that know turns by a text. saved: of its tokens, those that the broker has; renewed_at_s: when
-    it last heard of them.
+    name: its key, for rules that know turns by a text. saved: of its tokens, those that the broker has; renewed_at_s:
+    when its claim was renewed.
     """
 
     __slots__ = (

@@ -53,10 +53,10 @@ def test_what_is_shipped_can_be_read(name: str) -> None:
         ("[failures]\nhours_betwen = 1", "[failures] has no setting hours_betwen: did you mean hours_between?"),
         ("[failure]\nhours_between = 1", "failure is no part of a scenario: did you mean failures?"),
         ("[failures]\nback_s = 30", "[failures] has no hours_between"),
-        ("[failures]\nhours_between = -1", "hours_between is -1: expected 0 to"),
-        ("[failures]\nhours_between = 0.001", "hours_between is 0.001: expected 0.01 or more"),
+        ("[failures]\nhours_between = -1", "hours_between is -1: expected 0.01 to"),
+        ("[failures]\nhours_between = 0.001", "hours_between is 0.001: expected 0.01 to 1e+06, or 0: no worker dies"),
         ("[failures]\nhours_between = nan", "expected a number"),
-        ("[failures]\nhours_between = 1e30", "hours_between is 1e+30: expected 0 to"),
+        ("[failures]\nhours_between = 1e30", "hours_between is 1e+30: expected 0.01 to"),
         ("[failures]\nhours_between = true", "expected a number"),
         ("[failures]\nhours_between = 1\nback_s = -5", "back_s is -5: expected 0 to"),
         ("[failures]\nhours_between = 1\nback_s = inf", "expected a number"),
@@ -117,6 +117,16 @@ def test_whatever_is_shown_says_that_it_is_simulated(tmp_path: Path, words: list
         assert max(map(len, table.splitlines())) <= 80
         assert "…" not in table
         assert "simulated seconds in one of a core" in " ".join(shown.output.split())
+
+
+def test_how_often_workers_died_is_told_where_they_may(tmp_path: Path) -> None:
+    told = "times a run"
+    mortal = written(tmp_path, TINY + "[failures]\nhours_between = 0.02\nback_s = 1")
+    shown = CliRunner().invoke(app, ["sim", str(mortal), "--seeds", "1"], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.output
+    assert told in " ".join(shown.output.split())
+    shown = CliRunner().invoke(app, ["sim", str(written(tmp_path, TINY)), "--seeds", "1"], env={"COLUMNS": "80"})
+    assert told not in " ".join(shown.output.split())
 
 
 def test_the_simulators_speed_is_over_all_seeds_of_an_arm() -> None:
