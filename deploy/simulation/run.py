@@ -175,9 +175,10 @@ def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int, timel
     cluster.events.run(lambda: trainer.is_over, limit_s)
     cluster.check()
     if not trainer.is_over:
+        fewer = " fewer [failures]," if scenario.failures.hours_between else ""
         raise FabricError(
             f"arm {arm_name} did {len(trainer.steps)} of {work.steps} steps in {limit_s / 3600:g} simulated "
-            "hours: give it fewer trajectories, more GPUs, fewer [failures], or a higher [simulation] hours_max"
+            f"hours: give it fewer trajectories, more GPUs,{fewer} or a higher [simulation] hours_max"
         )
     steps = trainer.steps[1:] if arm.is_ahead else trainer.steps
     cpu_s = time.process_time() - began

@@ -158,7 +158,7 @@ def read_scenario(source: str | Path) -> Scenario:
         elif not isinstance(value, dict):
             raise ConfigError(f"{name}: {key} is no table: write [{key}], and its settings below")
         elif key == "failures" and "hours_between" not in value and not set(value) - {"back_s"}:
-            raise ConfigError(f"{name}: [failures] has no hours_between: without it, no worker dies")
+            raise ConfigError(f"{name}: [failures] has no hours_between, of a worker's deaths: without it none dies")
         else:
             found[key] = _part(name, key, value)
     return checked(Scenario(**found), name)
