@@ -26,7 +26,7 @@ from ...workers.rollout.engine_watch import LOOK_S
 from ...workers.rollout.turns import TurnSize
 from ...workers.rollout.yielding import Yielding, YieldRule, room_for, too_many
 from ...workers.serving.device.memory import KvBudget
-from .cluster import MODEL, RUN, Cluster
+from .cluster import MODEL, Cluster
 from .machine.engine import Engine
 from .machine.turns import Turn
 
@@ -233,6 +233,7 @@ class Planned(Nobody):
         self._draining: set[str] = set()
         self._told: dict[str, WorkerInfo] = {}  # the last heartbeats
         self._anew: set[str] = set()  # workers that never woke since they started again
+        self.move_count = 0  # of workers, from one run to another
 
     def start(self, cluster: Cluster) -> None:
         """Begin to tick."""
@@ -256,7 +257,7 @@ class Planned(Nobody):
                 self._workers[engine.name].follow()
             if engine.name in self._draining and not engine.turn_count:
                 self._draining.discard(engine.name)
-                cluster.revoke(engine)
+                cluster.beside[engine.tenant].revoke(engine)
         cluster.events.after(FOLLOW_S, self._follow, cluster)
 
     def _tick(self, cluster: Cluster) -> None:
@@ -265,51 +266,48 @@ class Planned(Nobody):
         infos = [info for info, _ in survey.workers.values()]
         facts = self._census.workers(infos, survey, self._lends, now_s=now_s, wall_ms=survey.wall_ms)
         runs = [self._census.run(status, now_s) for status in survey.runs.values()]
+        self._owed = capacity.settle(self._owed, self._grants, runs, TICK_S, self._rule)
+        runs = [replace(run, owed=self._owed[run.run_id]) if run.run_id in self._owed else run for run in runs]
         self._advice = advise(facts, runs, self._advice, now_s, AdviceRule())
         facts = followed(facts, self._advice)
         if self._is_followed:
             cluster.events.after(TELL_S, cluster.advise, extra_requests(self._advice))
-        self._owed = capacity.settle(self._owed, self._grants, runs, TICK_S, self._rule)
         self._grants = capacity.plan(facts, runs, self._rule)
         self._census.learn(facts, self._grants, now_s)
+        by_run = {each.run.run_id: each for each in cluster.beside}
         for grant in self._grants:
-            engine = cluster.by_name[grant.worker_id]
-            is_lent = engine.is_leased and engine.name not in self._draining
-            if grant.slot_count and not engine.is_leased:
-                cluster.lease(engine)
-            elif not grant.slot_count and is_lent and self._drains:
-                engine.is_ready = False
-                self._draining.add(engine.name)
-            elif not grant.slot_count and is_lent:
-                cluster.revoke(engine)
+            self._carry_out(cluster.by_name[grant.worker_id], by_run.get(grant.run_id or ""), cluster)
         cluster.events.after(TICK_S, self._tick, cluster)
+
+    def _carry_out(self, engine: Engine, run: Cluster | None, cluster: Cluster) -> None:
+        """Let an engine work for a run; None: for none."""
+        holder, is_lent = cluster.beside[engine.tenant], engine.is_leased and engine.name not in self._draining
+        if run is not None and not engine.is_leased:
+            run.lease(engine)
+        elif run is not None and is_lent and run is not holder:
+            holder.revoke(engine)
+            run.lease(engine, is_awake=True)
+            self.move_count += 1
+        elif run is None and is_lent and self._drains:
+            engine.is_ready = False
+            self._draining.add(engine.name)
+        elif run is None and is_lent:
+            holder.revoke(engine)
 
     def _survey(self, cluster: Cluster, now_s: float) -> Survey:
         """Show the cluster as a reading of the broker would."""
-        queued, running = cluster.counts()
-        status = RunStatus(
-            config=cluster.run,
-            head_version=cluster.head_version,
-            depth=queued,
-            memory_bytes=0,
-            trajectories={"queued": queued, "running": running},
-            turns={"ready": cluster.waiting_count()},
-            groups_waiting=0,
-            dead_count=0,
-            counters={"trajectories_completed": cluster.books.completed, "tokens": cluster.books.kept},
-        )
-        leases = {
-            engine.name: Lease(
-                worker_id=engine.name, run_id=RUN, lease_epoch=1, slot_count=engine.slot_count, lease_until_ms=None
-            )
-            for engine in cluster.engines
-            if engine.is_leased and engine.name not in self._draining
-        }
+        leases: dict[str, dict[str, Lease]] = {each.run.run_id: {} for each in cluster.beside}
+        for engine in cluster.engines:
+            if engine.is_leased and engine.name not in self._draining:
+                run_id, slots = cluster.beside[engine.tenant].run.run_id, engine.slot_count
+                leases[run_id][engine.name] = Lease(
+                    worker_id=engine.name, run_id=run_id, lease_epoch=1, slot_count=slots, lease_until_ms=None
+                )
         return Survey(
             workers={name: (info, 0) for name, info in self._heartbeats(cluster, now_s)},
-            assignments=dict.fromkeys(leases, RUN),
-            runs={RUN: status},
-            leases={RUN: leases},
+            assignments={name: run_id for run_id, own in leases.items() for name in own},
+            runs={each.run.run_id: _status(each) for each in cluster.beside},
+            leases=leases,
             wall_ms=int(now_s * 1000),
             now_ms=int(now_s * 1000),
         )
@@ -326,7 +324,7 @@ class Planned(Nobody):
         """Make an engine's heartbeat."""
         made = engine.token_count - self._tokens.get(engine.name, 0)
         self._tokens[engine.name] = engine.token_count
-        setup, view = cluster.setup, None
+        setup, view, run = cluster.setup, None, cluster.beside[engine.tenant]
         if engine.is_ready:
             self._anew.discard(engine.name)
         has_woken = engine.name not in self._anew
@@ -342,12 +340,12 @@ class Planned(Nobody):
             model=MODEL,
             slot_count=engine.slot_count,
             running_count=engine.turn_count,
-            run_id=RUN if engine.version >= 0 else None,
+            run_id=run.run.run_id if engine.version >= 0 else None,
             active_version=engine.version,
             token_count=engine.token_count,
             tokens_per_s=made / TICK_S,
             state="ready" if engine.is_leased else "asleep",
-            head_version=cluster.head_version,
+            head_version=run.head_version,
             wake_ms=int(1000 * setup.activation_s) if has_woken else None,
             stage_ms=int(1000 * setup.fetch_s) if has_woken else None,
             pool="" if view is None else POOL if engine in cluster.offered else KEPT,
@@ -358,3 +356,19 @@ class Planned(Nobody):
             open_fraction=view.open_fraction if view else None,
             probe=view.probe if view else None,
         )
+
+
+def _status(run: Cluster) -> RunStatus:
+    """Show a run as a reading of the broker would."""
+    queued, running = run.counts()
+    return RunStatus(
+        config=run.run,
+        head_version=run.head_version,
+        depth=queued,
+        memory_bytes=0,
+        trajectories={"queued": queued, "running": running},
+        turns={"ready": run.waiting_count()},
+        groups_waiting=0,
+        dead_count=0,
+        counters={"trajectories_completed": run.completed_count, "tokens": run.kept_count},
+    )

@@ -71,6 +71,7 @@ class Engine:
         self.is_leased = serving is None
         self.is_ready = serving is None  # awake, with the weights
         self.version = -1
+        self.tenant = 0  # the number of the run that it works for, or did last
         self.may_take: Callable[[], int | None] | None = None  # the worker's own word; None: it sets no bound
         self.turn_count = 0  # that it holds
         self.kv_reserved = 0
