@@ -6,8 +6,8 @@
   as it has slots for, or its share. With `home`, a turn waits for the worker with its context; another one takes it
   when it could have read that meanwhile and has nothing else to do, and a second later before all else.
 - A serving request goes to the instance with the fewest unanswered ones.
-- Several runs may share workers and agents, each with trajectories, turns, weights and homes of its own: clusters beside one
-  another. A worker works for one of them, its tenant, and goes to another by way of a lease, without its prefixes.
+- Several runs may share the workers, each with agents, turns, weights and homes of its own: clusters beside one another.
+  A worker works for one of them, its tenant, and goes to another by way of a lease, without its prefixes.
 - Nobody hears that a worker has died: its claims end CLAIM_S after they were renewed last, and its turns go on from the
   tokens that were saved then; its lease ends once it was silent for FORGET_S.
 - Who is lent decides a lender (lending.py), what a step is a trainer (training.py).
@@ -27,7 +27,6 @@ from ...fabric.contract.records import RunConfig, Span
 from ...fabric.queue.turns import CLAIM_MS
 from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, READY_MS, Homes
 from ...fabric.rules.queue.retries import is_stale
-from ...fabric.rules.queue.share import Sharer, more
 from ...workers.agent.run import AgentConfig
 from ...workers.controller.controller import ControllerConfig
 from ...workers.rollout.config import RolloutConfig
@@ -99,7 +98,7 @@ class Cluster:
     """See the module."""
 
     def __init__(self, setup: Setup, *, weight: float = 1.0, host: Cluster | None = None) -> None:
-        """host: the first run's, whose workers and agents this run shares; None: it is the first, which has all of them."""
+        """host: the first run's, whose workers this one shares; None: it is the first, which begins with them."""
         self.setup = setup
         self.beside: list[Cluster] = host.beside if host is not None else []
         self.index = len(self.beside)
@@ -115,8 +114,8 @@ class Cluster:
         )
         self._share_workers(host) if host is not None else self._make_workers()
         self.batches: list[Batch] = []
+        self.place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
         self.completed_count = self.kept_count = 0
-        self._served = 0
         self._homes = Homes()
         self._queued: deque[Trajectory] = deque()
         self._claimed = 0
@@ -140,7 +139,6 @@ class Cluster:
         self.by_name = {engine.name: engine for engine in self.engines}
         self._leased = list(self.dedicated)
         self.offered = self.lendable[: setup.offered]
-        self.place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
         self.extra_requests: Mapping[str, int] = {}  # that serving's router counts where there are none
         self._leases: dict[str, int] = {}
         self.dead: set[str] = set()
@@ -150,7 +148,7 @@ class Cluster:
     def _share_workers(self, host: Cluster) -> None:
         self.events, self.books = host.events, host.books
         self.dedicated, self.lendable, self.engines = host.dedicated, host.lendable, host.engines
-        self.by_name, self.offered, self.place_count = host.by_name, host.offered, host.place_count
+        self.by_name, self.offered = host.by_name, host.offered
         self._leased = []
         self._leases, self.dead, self.gone, self._dying = host._leases, host.dead, host.gone, host._dying
 
@@ -339,33 +337,13 @@ class Cluster:
         self._claim()
 
     def _claim(self) -> None:
-        """Let agents take trajectories, as long as they have places: each run its share of them."""
-        for run in self.beside:
-            run._claim_own()
-
-    def _claim_own(self) -> None:
-        while self._queued and self._free_places() > 0:
+        """Let agents take trajectories, as long as they have places."""
+        while self._queued and self._claimed < self.place_count:
             trajectory = self._queued.popleft()
             if not trajectory.is_over:
                 trajectory.is_claimed = True
                 self._claimed += 1
-                self._served += 1
                 self.events.after(trajectory.plan.start_s, self._ask, trajectory)
-
-    def _free_places(self) -> int:
-        if len(self.beside) == 1:
-            return self.place_count - self._claimed
-        runs = [
-            Sharer(
-                run_id=each.run.run_id,
-                weight=each.run.weight,
-                held=each._claimed,
-                may_have_work=bool(each._queued),
-                served=each._served / each.run.weight,
-            )
-            for each in self.beside
-        ]
-        return more(self.place_count, runs, self.run.run_id)
 
     def _release(self, trajectory: Trajectory) -> None:
         self._claimed -= trajectory.is_claimed

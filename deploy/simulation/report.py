@@ -62,6 +62,7 @@ def summary(runs: Sequence[Run], fixed: Sequence[Run]) -> dict[str, Any]:
         "wasted_fraction": mean(lambda run: run.wasted / max(1, run.tokens + run.wasted)),
         "lost_fraction": mean(lambda run: run.lost / max(1, run.tokens + run.wasted)),
         "deaths": mean(lambda run: run.deaths),
+        "runs": _of_runs(runs),
         "recomputed_tokens": mean(lambda run: run.refilled),
         "turns_moved": mean(lambda run: run.moved),
         "served": {
@@ -98,6 +99,8 @@ def show_results(found: dict[str, Any]) -> None:
         for name, row in part["arms"].items():
             table.add_row(Cell(name), *cells_of(row))
         console.print(table)
+        if len(scenario["runs"]["weights"]) > 1:
+            console.print(_runs_table(part["arms"]))
     for note in notes_of(found):
         console.print(note, style="dim", highlight=False)
 
@@ -129,6 +132,7 @@ def notes_of(found: dict[str, Any]) -> list[str]:
         f"x fixed: speed of a step over dedicated GPUs alone, with its 95 % interval (bootstrap, {len(seeds)} seeds).",
         "h: of the time of the GPUs that serve, computed for rollouts, training included; H*: the oracle's.",
         "in SLO: serving requests within TTFT and TPOT; worst: of the worst minute; P99: TTFT/TPOT.",
+        *(_OF_RUNS if len(found["scenario"]["runs"]["weights"]) > 1 else ()),
         *(_of_deaths(rows) if found["scenario"]["failures"]["hours_between"] else ()),
         f"The simulator's speed: {min(speeds):.0f} to {max(speeds):.0f} simulated seconds in one of a core, by arm.",
     ]
@@ -142,3 +146,34 @@ def _of_deaths(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"Workers died {min(deaths):.1f} to {max(deaths):.1f} times a run, lent ones or not; "
         f"{min(lost):.2f} to {max(lost):.2f} % of all tokens died with them."
     ]
+
+
+_OF_RUNS = (
+    "of share: slots that a run had ready over those due by weight, while several had enough work for theirs.",
+    "waited: the longest time with work and no worker ready, in fair turns (by weight, of 10 s slices).",
+)
+
+
+def _of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Sum up each of several runs that share a cluster over the seeds; the longest wait is of all of them."""
+    return [
+        {
+            "weight": those[0].weight,
+            "step_s": figure([each.step_s for each in those]),
+            "of_share": figure([each.had for each in those]),
+            "longest_wait_fair_turns": max(each.longest_wait for each in those),
+        }
+        for those in zip(*(run.shared for run in runs), strict=True)
+    ]
+
+
+def _runs_table(arms: dict[str, Any]) -> Any:
+    """Make a table of what each run had in each arm."""
+    table = new_table("arm", "weight", "step s", "of share", "waited", title="each run, simulated", left=("arm",))
+    for name, row in arms.items():
+        for run in row["runs"]:
+            had = run["of_share"]
+            share = f"{had['mean']:.2f} {had['low']:.2f}-{had['high']:.2f}"
+            waited = f"{run['longest_wait_fair_turns']:.2f}"
+            table.add_row(Cell(name), f"{run['weight']:g}", f"{run['step_s']['mean']:.0f}", share, waited)
+    return table

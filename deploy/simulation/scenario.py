@@ -84,7 +84,7 @@ class TrainerPart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunsPart:
-    """[runs]: runs that share the cluster, by their weights. Each does [work] of its own, and trains beside the others."""
+    """[runs]: runs that share the cluster, by their weights. Each does [work] of its own and trains by itself."""
 
     weights: tuple[float, ...] = (1.0,)
 

@@ -1,9 +1,9 @@
 """Several runs that share a cluster: which parts of it each was due and had, and how long it had none.
 
-- Of the slots that are ready for runs with work, each of these is due its weight's part. That is counted while several runs have
-  work, and each has trajectories enough for what it is due.
-- A run waits while it has work and no worker that is ready for it, its weights on their way included. A fair turn is how
-  long it takes until everybody has had slices by weight, and this run one of its own.
+- Of the slots that are ready for runs with work, each of these is due its weight's part. That is counted while several
+  runs have work, and each has trajectories enough for what it is due.
+- A run waits while it has work and no worker that is ready for it, while its weights are on their way too. A fair turn is
+  how long it takes until everybody has had slices by weight, and this run one of its own.
 """
 
 from __future__ import annotations
