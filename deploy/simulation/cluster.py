@@ -6,7 +6,7 @@
   as it has slots for, or its share. With `home`, a turn waits for the worker with its context; another one takes it
   when it could have read that meanwhile and has nothing else to do, and a second later before all else.
 - A serving request goes to the instance with the fewest unanswered ones.
-- Several runs may share the workers, each with agents, turns, weights and homes of its own: clusters beside one another.
+- Several runs may share the workers, each with agents, turns, weights and homes of its own: clusters beside each other.
   A worker works for one of them, its tenant, and goes to another by way of a lease, without its prefixes.
 - Nobody hears that a worker has died: its claims end CLAIM_S after they were renewed last, and its turns go on from the
   tokens that were saved then; its lease ends once it was silent for FORGET_S.

@@ -160,11 +160,16 @@ def _of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
         {
             "weight": those[0].weight,
             "step_s": figure([each.step_s for each in those]),
-            "of_share": figure([each.had for each in those]),
+            "of_share": _figure_of_known([each.had for each in those]),
             "longest_wait_fair_turns": max(each.longest_wait for each in those),
         }
         for those in zip(*(run.shared for run in runs), strict=True)
     ]
+
+
+def _figure_of_known(values: Sequence[float | None]) -> Figure | None:
+    known = [each for each in values if each is not None]
+    return figure(known) if known else None
 
 
 def _runs_table(arms: dict[str, Any]) -> Any:
@@ -173,7 +178,7 @@ def _runs_table(arms: dict[str, Any]) -> Any:
     for name, row in arms.items():
         for run in row["runs"]:
             had = run["of_share"]
-            share = f"{had['mean']:.2f} {had['low']:.2f}-{had['high']:.2f}"
+            share = f"{had['mean']:.2f} {had['low']:.2f}-{had['high']:.2f}" if had else "-"
             waited = f"{run['longest_wait_fair_turns']:.2f}"
             table.add_row(Cell(name), f"{run['weight']:g}", f"{run['step_s']['mean']:.0f}", share, waited)
     return table

@@ -2,8 +2,8 @@
 
 - Of the slots that are ready for runs with work, each of these is due its weight's part. That is counted while several
   runs have work, and each has trajectories enough for what it is due.
-- A run waits while it has work and no worker that is ready for it, while its weights are on their way too. A fair turn is
-  how long it takes until everybody has had slices by weight, and this run one of its own.
+- A run waits while it has work and no worker that is ready for it, or its weights are on their way. A fair turn is how
+  long it takes until everybody has had slices by weight, and this run one of its own.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from ...fabric.rules.lending.capacity import CapacityRule
 from .cluster import Cluster
 
 LOOK_S = 0.5  # between two looks
+TOLD_S = 30.0  # in which shares are counted, at least, or none is told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What a run had. had: slot-seconds over those that it was due; longest_wait: in fair turns."""
+    """What a run had. had: slot-seconds over those that it was due; None: there was no time to tell by.
+
+    longest_wait: in fair turns.
+    """
 
     weight: float
     step_s: float
-    had: float
+    had: float | None
     longest_wait: float
 
 
@@ -33,6 +37,7 @@ class Sharing:
     _due: dict[int, float] = field(default_factory=dict)
     _had: dict[int, float] = field(default_factory=dict)
     _waits: dict[int, float] = field(default_factory=dict)
+    _counted_s: float = 0.0
     _longest: dict[int, float] = field(default_factory=dict)
 
     def watch(self, cluster: Cluster) -> None:
@@ -47,6 +52,7 @@ class Sharing:
         weights = sum(each.run.weight for each in runs)
         due = {each.index: sum(slots.values()) * each.run.weight / weights for each in runs}
         if len(runs) > 1 and all(sum(each.counts()) >= due[each.index] for each in runs):
+            self._counted_s += LOOK_S
             for index in due:
                 self._due[index] = self._due.get(index, 0.0) + due[index] * LOOK_S
                 self._had[index] = self._had.get(index, 0.0) + slots[index] * LOOK_S
@@ -65,6 +71,6 @@ class Sharing:
         return Shared(
             weight=run.run.weight,
             step_s=step_s,
-            had=self._had.get(run.index, 0.0) / due if due else 1.0,
+            had=self._had[run.index] / due if due and self._counted_s >= TOLD_S else None,
             longest_wait=self._longest.get(run.index, 0.0),
         )

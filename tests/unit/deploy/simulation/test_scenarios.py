@@ -61,6 +61,16 @@ def test_what_is_shipped_can_be_read(name: str) -> None:
         ("[failures]\nhours_between = 1\nback_s = -5", "back_s is -5: expected 0 to"),
         ("[failures]\nhours_between = 1\nback_s = inf", "expected a number"),
         ("failures = 3", "write [failures]"),
+        ("[runs]\nweight = [1, 2]", "[runs] has no setting weight: did you mean weights?"),
+        ("[run]\nweights = [1, 2]", "run is no part of a scenario: did you mean runs?"),
+        ("[runs]\nweights = [1, 0]", "weights 1, 0: expected 0.01 to 100"),
+        ("[runs]\nweights = [1, -2]", "weights 1, -2: expected 0.01 to 100"),
+        ("[runs]\nweights = [1, 1e9]", "weights 1, 1e+09: expected 0.01 to 100"),
+        ("[runs]\nweights = [1, nan]", "expected a number"),
+        ("[runs]\nweights = 2", "expected a list"),
+        ("[runs]\nweights = []", "expected a list"),
+        (f"[runs]\nweights = {[1] * 17}", "16 runs at most"),
+        ("[runs]\nweights = [1, 1]\n[simulation]\narms = ['fixed', 'rose']", "rose: no rule for several [runs]"),
         ("[cluster", "is no TOML"),
     ],
 )
@@ -151,6 +161,23 @@ def test_a_plan_lends_no_more_than_it_says(tmp_path: Path) -> None:
     assert [row["gpus_lent"] for row in found["rows"]] == [0, 1]
     assert found["rows"][0]["harvested_tokens"]["mean"] == 0 < found["rows"][1]["harvested_tokens"]["mean"]
     assert found["tag"].startswith("simulated")
+
+
+def test_an_arm_without_a_rule_for_several_runs_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--arms: rose: no rule for several \[runs\]; arms that have one: fixed"):
+        CliRunner().invoke(app, ["sim", "s12", "--arms", "fixed,rose"], catch_exceptions=False)
+
+
+def test_each_run_of_several_is_told_of(tmp_path: Path) -> None:
+    both = written(tmp_path, TINY + "[runs]\nweights = [2, 1]")
+    shown = CliRunner().invoke(app, ["sim", str(both), "--seeds", "1", "--json"])
+    assert shown.exit_code == 0, shown.output
+    rows = orjson.loads(shown.output)["by_load"][0]["arms"]["ours"]["runs"]
+    assert [row["weight"] for row in rows] == [2.0, 1.0]
+    shown = CliRunner().invoke(app, ["sim", str(both), "--seeds", "1"], env={"COLUMNS": "80"})
+    table = shown.output.partition("All figures")[0]
+    assert "each run, simulated" in table
+    assert max(map(len, table.splitlines())) <= 80
 
 
 def test_an_unknown_arm_is_refused() -> None:
