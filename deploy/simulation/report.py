@@ -150,6 +150,7 @@ def _of_deaths(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 _OF_RUNS = (
     "of share: slots that a run had ready over those due by weight, while several had enough work for theirs.",
+    "of tokens: tokens that it made meanwhile, over its weight's part of all: one slot is faster than another.",
     "waited: the longest time with work and no worker ready, in fair turns (by weight, of 10 s slices).",
 )
 
@@ -161,6 +162,7 @@ def _of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "weight": those[0].weight,
             "step_s": figure([each.step_s for each in those]),
             "of_share": _figure_of_known([each.had for each in those]),
+            "of_tokens": _figure_of_known([each.made for each in those]),
             "longest_wait_fair_turns": max(each.longest_wait for each in those),
         }
         for those in zip(*(run.shared for run in runs), strict=True)
@@ -174,11 +176,15 @@ def _figure_of_known(values: Sequence[float | None]) -> Figure | None:
 
 def _runs_table(arms: dict[str, Any]) -> Any:
     """Make a table of what each run had in each arm."""
-    table = new_table("arm", "weight", "step s", "of share", "waited", title="each run, simulated", left=("arm",))
+    table = new_table(
+        "arm", "weight", "step s", "of share", "of tokens", "waited", title="each run, simulated", left=("arm",)
+    )
     for name, row in arms.items():
         for run in row["runs"]:
-            had = run["of_share"]
-            share = f"{had['mean']:.2f} {had['low']:.2f}-{had['high']:.2f}" if had else "-"
+            had, made = (
+                f"{each['mean']:.2f} {each['low']:.2f}-{each['high']:.2f}" if each else "-"
+                for each in (run["of_share"], run["of_tokens"])
+            )
             waited = f"{run['longest_wait_fair_turns']:.2f}"
-            table.add_row(Cell(name), f"{run['weight']:g}", f"{run['step_s']['mean']:.0f}", share, waited)
+            table.add_row(Cell(name), f"{run['weight']:g}", f"{run['step_s']['mean']:.0f}", had, made, waited)
     return table

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...fabric.rules.lending.capacity import CapacityRule
@@ -19,58 +21,71 @@ TOLD_S = 30.0  # in which shares are counted, at least, or none is told
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What a run had. had: slot-seconds over those that it was due; None: there was no time to tell by.
-
-    longest_wait: in fair turns.
+    """What a run had. had: slot-seconds over those that it was due; made: tokens over its weight's part of all, as one
+    slot is faster than another; None: there was no time to tell by. longest_wait: in fair turns.
     """
 
     weight: float
     step_s: float
     had: float | None
+    made: float | None
     longest_wait: float
 
 
 @dataclass
 class Sharing:
-    """Looks at runs that share a cluster, as long as there are several with work; changes nothing."""
+    """Looks at runs that share a cluster, as long as there are several with work; changes nothing. Counts are by run."""
 
-    _due: dict[int, float] = field(default_factory=dict)
-    _had: dict[int, float] = field(default_factory=dict)
-    _waits: dict[int, float] = field(default_factory=dict)
     _counted_s: float = 0.0
-    _longest: dict[int, float] = field(default_factory=dict)
+    _due: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))  # slots
+    _had: Counter[int] = field(default_factory=Counter)
+    _fair: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))  # tokens
+    _made: Counter[int] = field(default_factory=Counter)
+    _kept: Counter[int] = field(default_factory=Counter)  # tokens until the last look
+    _waits_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    _longest: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def watch(self, cluster: Cluster) -> None:
         """Look now, and again and again."""
-        runs = [each for each in cluster.beside if sum(each.counts())]
-        slots = dict.fromkeys((each.index for each in runs), 0)
-        worker_count = 0
-        for engine in cluster.engines:
-            if engine.is_ready and engine.tenant in slots:
-                slots[engine.tenant] += engine.slot_count
-                worker_count += 1
-        weights = sum(each.run.weight for each in runs)
-        due = {each.index: sum(slots.values()) * each.run.weight / weights for each in runs}
-        if len(runs) > 1 and all(sum(each.counts()) >= due[each.index] for each in runs):
-            self._counted_s += LOOK_S
-            for index in due:
-                self._due[index] = self._due.get(index, 0.0) + due[index] * LOOK_S
-                self._had[index] = self._had.get(index, 0.0) + slots[index] * LOOK_S
-        for each in cluster.beside:
-            is_waiting = each.index in slots and not slots[each.index]
-            self._waits[each.index] = self._waits.get(each.index, 0.0) + LOOK_S if is_waiting else 0.0
-            if is_waiting and worker_count:
-                turn_s = CapacityRule().slice_s * weights / (each.run.weight * worker_count)
-                turns = self._waits[each.index] / turn_s
-                self._longest[each.index] = max(self._longest.get(each.index, 0.0), turns)
+        busy = [each for each in cluster.beside if sum(each.counts())]
+        workers = [each for each in cluster.engines if each.is_ready]
+        slots = {run.index: sum(e.slot_count for e in workers if e.tenant == run.index) for run in busy}
+        self._count(busy, slots)
+        self._time(cluster, busy, slots, sum(each.tenant in slots for each in workers))
+        self._kept = Counter({run.index: run.kept_count for run in cluster.beside})
         cluster.events.after(LOOK_S, self.watch, cluster)
+
+    def _count(self, busy: Sequence[Cluster], slots: Mapping[int, int]) -> None:
+        """Add what each run had since the last look, and was due."""
+        weights, all_slots = sum(run.run.weight for run in busy), sum(slots.values())
+        due = {run.index: all_slots * run.run.weight / weights for run in busy}
+        if len(busy) < 2 or any(sum(run.counts()) < due[run.index] for run in busy):
+            return
+        made = {run.index: run.kept_count - self._kept[run.index] for run in busy}
+        self._counted_s += LOOK_S
+        for run in busy:
+            self._due[run.index] += due[run.index]
+            self._had[run.index] += slots[run.index]
+            self._fair[run.index] += sum(made.values()) * run.run.weight / weights
+            self._made[run.index] += made[run.index]
+
+    def _time(self, cluster: Cluster, busy: Sequence[Cluster], slots: Mapping[int, int], worker_count: int) -> None:
+        """Note how long each run has waited for a worker."""
+        weights = sum(run.run.weight for run in busy)
+        for run in cluster.beside:
+            is_waiting = run in busy and not slots[run.index]
+            self._waits_s[run.index] = self._waits_s[run.index] + LOOK_S if is_waiting else 0.0
+            if is_waiting and worker_count:
+                turn_s = CapacityRule().slice_s * weights / (run.run.weight * worker_count)
+                self._longest[run.index] = max(self._longest[run.index], self._waits_s[run.index] / turn_s)
 
     def of(self, run: Cluster, step_s: float) -> Shared:
         """Sum up a run."""
-        due = self._due.get(run.index, 0.0)
+        is_known, index = self._counted_s >= TOLD_S, run.index
         return Shared(
             weight=run.run.weight,
             step_s=step_s,
-            had=self._had[run.index] / due if due and self._counted_s >= TOLD_S else None,
-            longest_wait=self._longest.get(run.index, 0.0),
+            had=self._had[index] / self._due[index] if is_known and self._due[index] else None,
+            made=self._made[index] / self._fair[index] if is_known and self._fair[index] else None,
+            longest_wait=self._longest[index],
         )

@@ -46,6 +46,7 @@ def test_each_run_has_its_weights_part_and_nobody_waits_for_long() -> None:
     assert [each.weight for each in found.shared] == list(WEIGHTS)
     for each in found.shared:
         assert each.had == pytest.approx(1.0, abs=0.1)
+        assert each.made == pytest.approx(1.0, abs=0.25)
         assert each.longest_wait <= FAIR_TURNS_MAX
     assert found.shared[0].step_s < found.shared[1].step_s
     assert found.step_s == pytest.approx(sum(each.step_s for each in found.shared) / 2)
