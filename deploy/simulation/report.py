@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from random import Random
 from typing import Any
@@ -100,7 +100,10 @@ def show_results(found: dict[str, Any]) -> None:
             table.add_row(Cell(name), *cells_of(row))
         console.print(table)
         if len(scenario["runs"]["weights"]) > 1:
-            console.print(_runs_table(part["arms"]))
+            table = new_table(*RUN_COLUMNS, title="each run, simulated", left=("arm",))
+            for name, *cells in run_cells(part["arms"]):
+                table.add_row(Cell(name), *cells)
+            console.print(table)
     for note in notes_of(found):
         console.print(note, style="dim", highlight=False)
 
@@ -174,17 +177,18 @@ def _figure_of_known(values: Sequence[float | None]) -> Figure | None:
     return figure(known) if known else None
 
 
-def _runs_table(arms: dict[str, Any]) -> Any:
-    """Make a table of what each run had in each arm."""
-    table = new_table(
-        "arm", "weight", "step s", "of share", "of tokens", "waited", title="each run, simulated", left=("arm",)
-    )
+RUN_COLUMNS = ("arm", "weight", "step s", "of share", "of tokens", "waited")
+
+
+def run_cells(arms: Mapping[str, dict[str, Any]]) -> list[list[str]]:
+    """Write what RUN_COLUMNS name of each run in each arm; nothing where there is one run."""
+    found = []
     for name, row in arms.items():
-        for run in row["runs"]:
+        for run in row["runs"] if len(row["runs"]) > 1 else ():
             had, made = (
                 f"{each['mean']:.2f} {each['low']:.2f}-{each['high']:.2f}" if each else "-"
                 for each in (run["of_share"], run["of_tokens"])
             )
             waited = f"{run['longest_wait_fair_turns']:.2f}"
-            table.add_row(Cell(name), f"{run['weight']:g}", f"{run['step_s']['mean']:.0f}", had, made, waited)
-    return table
+            found.append([name, f"{run['weight']:g}", f"{run['step_s']['mean']:.0f}", had, made, waited])
+    return found

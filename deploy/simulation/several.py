@@ -34,7 +34,7 @@ class Shared:
 
 @dataclass
 class Sharing:
-    """Looks at runs that share a cluster, as long as there are several with work; changes nothing. Counts are by run."""
+    """Looks at runs that share a cluster, as long as there are several with work; changes nothing. All is by run."""
 
     _counted_s: float = 0.0
     _due: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))  # slots
