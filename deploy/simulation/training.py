@@ -68,6 +68,8 @@ class Trainer:
 
     def _rolled_out(self, began_s: float) -> None:
         self.on_rollouts(False)
+        if self.is_over and len(self.cluster.beside) > 1:
+            return  # others still have steps to do, and its share of the workers
         self._rolled += 1
         self._waiting.append((began_s, self.cluster.events.now_s))
         self._train()

@@ -58,8 +58,10 @@ def test_all_work_of_all_runs_is_done_once(arm: str, scenario: Scenario) -> None
     assert once(arm, scenario).tokens == tokens(scenario)  # and the books were checked
 
 
-def test_runs_one_step_ahead_share_too() -> None:
-    assert all(each.step_s > 0 for each in once("ours-async", BOTH).shared)
+def test_a_run_that_is_done_leaves_the_workers_to_the_others_when_it_runs_ahead_too() -> None:
+    uneven = replace(BOTH, runs=RunsPart(weights=(100.0, 1.0)), work=replace(BOTH.work, groups=2))
+    found = run("async", uneven)
+    assert len(found.steps) == 2 * uneven.work.steps  # without those that only fill
 
 
 def test_a_plan_that_gives_one_run_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
