@@ -86,6 +86,11 @@ class Arm:
     lent_places: float = 1.0
 
     @property
+    def can_share(self) -> bool:
+        """Whether it has a rule for several runs: production's plan. Others' rules know one."""
+        return type(self.lender()) in (Nobody, Planned)
+
+    @property
     def lends(self) -> bool:
         """Whether serving GPUs ever run rollouts."""
         return self.lender is not Nobody

@@ -6,6 +6,10 @@
   as it has slots for, or its share. With `home`, a turn waits for the worker with its context; another one takes it
   when it could have read that meanwhile and has nothing else to do, and a second later before all else.
 - A serving request goes to the instance with the fewest unanswered ones.
+- Several runs may share the workers, each with agents, turns, weights and homes of its own: clusters beside each other.
+  A worker works for one of them, its tenant, and goes to another by way of a lease, without its prefixes.
+- Nobody hears that a worker has died: its claims end CLAIM_S after they were renewed last, and its turns go on from the
+  tokens that were saved then; its lease ends once it was silent for FORGET_S.
 - Who is lent decides a lender (lending.py), what a step is a trainer (training.py).
 """
 
@@ -14,14 +18,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
 from ...fabric.contract.records import RunConfig, Span
+from ...fabric.queue.turns import CLAIM_MS
 from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, READY_MS, Homes
 from ...fabric.rules.queue.retries import is_stale
+from ...workers.agent.run import AgentConfig
+from ...workers.controller.controller import ControllerConfig
+from ...workers.rollout.config import RolloutConfig
 from ...workers.serving.guarding.guard import Guard, GuardConfig, GuardOrders, Policy
 from ..replay.records import Arrival
 from .machine.books import Books, Broken
@@ -38,7 +46,11 @@ GRACE_S, READY_S, PATIENCE_S = GRACE_MS / 1000, READY_MS / 1000, PATIENCE_MS_MAX
 STRAY_COUNT, SHARE_SLACK = 16, 1.125  # as use/homed.lua and use/share.lua of the broker say
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
 DRAIN_S = 600.0
+SAVE_S, ROUND_S = RolloutConfig.log_s, RolloutConfig.poll_s  # between two renewals of a claim, and two rounds at most
+CLAIM_S, REAP_S = CLAIM_MS / 1000, AgentConfig.reap_s
+FORGET_S = ControllerConfig.worker_age_ms_max / 1000
 RUN, MODEL = "run", "model"
+NUMBERS = 10**9  # of trajectories, for each run
 Waiting = tuple[int, int, Turn]
 
 
@@ -85,28 +97,25 @@ def urgency(missing: int, quorum: int, *, was_held: bool, priority: int = 1) -> 
 class Cluster:
     """See the module."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, *, weight: float = 1.0, host: Cluster | None = None) -> None:
+        """host: the first run's, whose workers this one shares; None: it is the first, which begins with them."""
         self.setup = setup
-        self.events, self.books = Events(), Books()
+        self.beside: list[Cluster] = host.beside if host is not None else []
+        self.index = len(self.beside)
+        self.beside.append(self)
         self.head_version = 0
         self.run = RunConfig(
-            run_id=RUN,
+            run_id=f"{RUN}-{self.index}" if self.index else RUN,
             model=MODEL,
             environment="simulated",
             prefix_affinity=setup.places != "shared",
             staleness=setup.staleness,
+            weight=weight,
         )
-        self.dedicated = [self._engine(f"own-{n}", n, setup.kv_dedicated) for n in range(setup.dedicated)]
-        self.lendable = [self._serving_engine(f"lent-{n}", n) for n in range(setup.lendable)]
-        for engine in self.dedicated:
-            engine.version = self.head_version
-        self.engines = [*self.dedicated, *self.lendable]
-        self.by_name = {engine.name: engine for engine in self.engines}
-        self._leased = list(self.dedicated)
+        self._share_workers(host) if host is not None else self._make_workers()
         self.batches: list[Batch] = []
-        self.offered = self.lendable[: setup.offered]
         self.place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
-        self.extra_requests: Mapping[str, int] = {}  # that serving's router counts where there are none
+        self.completed_count = self.kept_count = 0
         self._homes = Homes()
         self._queued: deque[Trajectory] = deque()
         self._claimed = 0
@@ -114,10 +123,34 @@ class Cluster:
         self._ready: list[Waiting] = []  # a heap: urgency, number, turn
         self._parked: dict[str, list[Waiting]] = {}  # by home: heaps of turns that wait for it
         self._homed: dict[int, Turn] = {}  # all of them that still do, by number: the oldest first
-        self._count = self._trajectories = 0
-        self._leases: dict[str, int] = {}
-        if setup.load and self.lendable:
+        self._count, self._trajectories = 0, NUMBERS * self.index
+        self._lost: set[Turn] = set()  # whose claims have not ended yet
+        if setup.load and self.lendable and host is None:
             self.events.at(setup.load[0].at_s, self._arrive, 0, 0.0)
+
+    def _make_workers(self) -> None:
+        setup = self.setup
+        self.events, self.books = Events(), Books()
+        self.dedicated = [self._engine(f"own-{n}", n, setup.kv_dedicated) for n in range(setup.dedicated)]
+        self.lendable = [self._serving_engine(f"lent-{n}", n) for n in range(setup.lendable)]
+        for engine in self.dedicated:
+            engine.version = self.head_version
+        self.engines = [*self.dedicated, *self.lendable]
+        self.by_name = {engine.name: engine for engine in self.engines}
+        self._leased = list(self.dedicated)
+        self.offered = self.lendable[: setup.offered]
+        self.extra_requests: Mapping[str, int] = {}  # that serving's router counts where there are none
+        self._leases: dict[str, int] = {}
+        self.dead: set[str] = set()
+        self.gone: set[str] = set()  # of the dead, those that the controller has forgotten
+        self._dying: set[Turn] = set()  # with their worker, at the end of the step under way
+
+    def _share_workers(self, host: Cluster) -> None:
+        self.events, self.books = host.events, host.books
+        self.dedicated, self.lendable, self.engines = host.dedicated, host.lendable, host.engines
+        self.by_name, self.offered = host.by_name, host.offered
+        self._leased = []
+        self._leases, self.dead, self.gone, self._dying = host._leases, host.dead, host.gone, host._dying
 
     def _engine(
         self, name: str, seed: int, kv_tokens: int, serving: ServingSide | None = None, guard: Guard | None = None
@@ -139,16 +172,19 @@ class Cluster:
             self.books,
             serving=serving,
             guard=guard,
-            on_end=self._ended,
-            on_back=self._came_back,
+            on_end=self._ended_of_all,
+            on_back=self._came_back_of_all,
         )
 
     def _serving_engine(self, name: str, index: int) -> Engine:
         setup = self.setup
         serving = ServingSide(setup.serving.cost, setup.kv_serving, setup.serving_chunk)
+        return self._engine(name, 1000 + index, setup.kv_lent, serving, self._guard(serving))
+
+    def _guard(self, serving: ServingSide) -> Guard:
+        setup = self.setup
         config = GuardConfig(probe="", probe_name="simulated", slo_ttft_ms=setup.ttft_ms, slo_tpot_ms=setup.tpot_ms)
-        guard = Guard(config, serving, [setup.policy] if setup.policy is not None else ())
-        return self._engine(name, 1000 + index, setup.kv_lent, serving, guard)
+        return Guard(config, serving, [setup.policy] if setup.policy is not None else ())
 
     def _arrive(self, index: int, began_s: float) -> None:
         if self._is_draining:
@@ -182,14 +218,24 @@ class Cluster:
 
     # ---- leases and weights
 
-    def lease(self, engine: Engine) -> None:
+    def lease(self, engine: Engine, *, is_awake: bool = False) -> None:
         """Lend an engine out; it takes turns once it is awake and has the weights."""
-        number = self._leases[engine.name] = self._leases.get(engine.name, 0) + 1
-        engine.is_leased, engine.is_ready = True, False
+        if engine.name in self.gone:
+            return
+        if engine.tenant != self.index:
+            engine.tenant, engine.version, engine.free_since = self.index, -1, self._count
+        engine.is_leased = True
         self._leased.append(engine)
+        self._set_up(engine, is_awake=is_awake)
+
+    def _set_up(self, engine: Engine, *, is_awake: bool = False) -> None:
+        number = self._leases[engine.name] = self._leases.get(engine.name, 0) + 1
+        engine.is_ready = False
         if engine.guard is not None:
             engine.guard.orders = GuardOrders(is_lent=True, policy=int(self.setup.policy is not None))
-        self.events.after(self.setup_s(engine), self._got_ready, engine, number)
+        if engine.name not in self.dead:
+            setup_s = self.setup_s(engine) - (self.setup.activation_s if is_awake else 0.0)
+            self.events.after(setup_s, self._got_ready, engine, number)
 
     def _got_ready(self, engine: Engine, number: int) -> None:
         if engine.is_leased and self._leases[engine.name] == number:
@@ -215,9 +261,64 @@ class Cluster:
         """Give all engines that work for the run new weights; prefixes of older ones are of no use."""
         self.head_version += 1
         for engine in self.engines:
-            if engine.is_leased:
+            if engine.is_leased and engine.tenant == self.index:
                 engine.version = self.head_version
                 engine.forget_prefixes()
+
+    # ---- workers that die
+
+    def save(self) -> None:
+        """Let workers renew the claims that are due, and save the tokens of their turns."""
+        now_s = self.events.now_s
+        for engine in self.engines:
+            if engine.turn_count and engine.name not in self.dead:
+                for turn, made in engine.progress():
+                    if turn.renewed_at_s <= now_s - SAVE_S:
+                        turn.renewed_at_s, turn.saved = now_s, made
+
+    def kill(self, engine: Engine) -> None:
+        """End a worker without a word, at the end of its step under way. Serving beside it goes on."""
+        self.dead.add(engine.name)
+        engine.is_ready = False
+        self._leases[engine.name] = self._leases.get(engine.name, 0) + 1  # it does not get ready any more
+        self.books.death_count += 1
+        turns = engine.turns()
+        self._dying.update(turns)
+        engine.take_back(turns, keeps_tokens=True)
+
+    def forget(self, engine: Engine) -> None:
+        """End the lease of a worker that was silent for too long."""
+        self.gone.add(engine.name)
+        run = self.beside[engine.tenant]
+        run.revoke(engine)
+        run.place()
+
+    def revive(self, engine: Engine) -> None:
+        """Start a worker anew: it knows nothing. If it has a lease, it gets ready; a dedicated one gets a lease."""
+        self.dead.remove(engine.name)
+        self.gone.discard(engine.name)
+        engine.restart()
+        if engine.serving is not None:
+            engine.serving.forget_news()
+            engine.guard = self._guard(engine.serving)
+        if engine.is_leased:
+            self.beside[engine.tenant]._set_up(engine)
+        elif engine.serving is None and len(self.beside) == 1:  # else the plan says to which run
+            self.lease(engine)
+
+    def _lose(self, turn: Turn) -> None:
+        """Let a turn of a dead worker wait for the end of its claim, with the tokens that were saved."""
+        saved = min(turn.saved, turn.made) if self.setup.keeps_tokens else 0
+        self.books.loses(turn, turn.made - saved)
+        self._lost.add(turn)
+        reaped_s = REAP_S * math.ceil((turn.renewed_at_s + CLAIM_S) / REAP_S)
+        self.events.at(max(self.events.now_s, reaped_s), self._reap, turn)
+
+    def _reap(self, turn: Turn) -> None:
+        self._lost.remove(turn)
+        turn.version = turn.version if turn.made else -1
+        self._hand_over(turn)
+        self.place()
 
     # ---- trajectories
 
@@ -254,7 +355,8 @@ class Cluster:
 
     def waiting_count(self) -> int:
         """Count the turns that wait or run."""
-        return len(self._ready) + len(self._homed) + sum(engine.turn_count for engine in self.engines)
+        held = sum(engine.turn_count for engine in self.engines if engine.tenant == self.index)
+        return len(self._ready) + len(self._homed) + len(self._lost) + held
 
     def _ask(self, trajectory: Trajectory) -> None:
         if trajectory.is_over:
@@ -267,7 +369,7 @@ class Cluster:
         turn.home = home.worker_id if home.version >= self.head_version or self.setup.places == "affine" else ""
         trajectory.turn = turn
         home_engine = self.by_name[turn.home] if turn.home and self.setup.places == "home" else None
-        if home_engine is not None and home_engine.is_leased and len(self._leased) > 1:
+        if home_engine is not None and home_engine in self._leased and len(self._leased) > 1:
             self._park(turn, home_engine)
         else:
             self._push(turn)
@@ -313,7 +415,8 @@ class Cluster:
         if not (self._ready or self._homed):
             return
         share = self._share()
-        free = [each for each in self.engines if each.is_ready and each.turn_count < each.slot_count]
+        own = self.index
+        free = [e for e in self.engines if e.is_ready and e.turn_count < e.slot_count and e.tenant == own]
         for engine in sorted(free, key=attrgetter("free_since")):
             while self._ready or self._homed:
                 turn = self._next(engine, share)
@@ -394,22 +497,52 @@ class Cluster:
     def _begin(self, turn: Turn, engine: Engine) -> None:
         self._count += 1
         engine.free_since = self._count  # it listens again, behind the others
+        turn.saved, turn.renewed_at_s = turn.made, self.events.now_s
         engine.begin(turn)
+
+    def _ended_of_all(self, engine: Engine, turns: list[Turn]) -> None:
+        for run, own in self._by_run(turns):
+            run._ended(engine, own)
+
+    def _came_back_of_all(self, engine: Engine, turns: list[Turn]) -> None:
+        for run, own in self._by_run(turns):
+            run._came_back(engine, own)
+
+    def _by_run(self, turns: list[Turn]) -> Iterator[tuple[Cluster, list[Turn]]]:
+        """Divide turns by their runs: a worker that changes hands has some of two for a step."""
+        if len(self.beside) == 1:
+            yield self, turns
+            return
+        for run in self.beside:
+            own = [turn for turn in turns if turn.key[0] // NUMBERS == run.index]
+            if own:
+                yield run, own
 
     def _came_back(self, engine: Engine, turns: list[Turn]) -> None:
         for turn in turns:
-            if turn.trajectory.is_over:
-                self.books.drops(turn, turn.made)
-                continue
-            turn.was_held, turn.home, turn.fresh_tokens = True, "", 0
-            self.books.moved_count += 1
-            self._push(turn)
+            if turn in self._dying:
+                self._dying.remove(turn)
+                engine.forget_prefixes()
+                self._lose(turn)
+            else:
+                self._hand_over(turn)
         self.place()
+
+    def _hand_over(self, turn: Turn) -> None:
+        """Let a turn that was begun go on at any worker."""
+        if turn.trajectory.is_over:
+            self.books.drops(turn, turn.made)
+            return
+        turn.was_held, turn.home, turn.fresh_tokens = True, "", 0
+        self.books.moved_count += 1
+        self._push(turn)
 
     def _ended(self, engine: Engine, turns: list[Turn]) -> None:
         for turn in turns:
             trajectory = turn.trajectory
             trajectory.turn = None
+            self.kept_count += turn.made
+            self._dying.discard(turn)
             if trajectory.is_over:
                 continue
             self._homes.note(self.run, str(trajectory.number), Span(0, turn.made, engine.name, engine.version))
@@ -429,6 +562,7 @@ class Cluster:
         if is_stale(trajectory.oldest_version, self.head_version, self.setup.staleness):
             raise Broken(f"trajectory {trajectory.number} is {trajectory.oldest_version} of {self.head_version}: stale")
         self.books.completes(trajectory.number)
+        self.completed_count += 1
         group = trajectory.group
         batch = group.batch
         self._release(trajectory)
@@ -462,8 +596,10 @@ class Cluster:
             Broken: they differ.
         """
         running = sum(engine.made(turn) for engine in self.engines for turn in engine.turns())
-        waits = [*self._homed.values(), *(row[2] for row in self._ready)]
-        self.books.check(running + sum(turn.made for turn in waits))
+        for run in self.beside:
+            waits = [*run._homed.values(), *(row[2] for row in run._ready), *run._lost]
+            running += sum(turn.made for turn in waits)
+        self.books.check(running)
         for engine in self.engines:
             engine.check_time()
 

@@ -14,7 +14,7 @@ from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.text import did_you_mean
 from ..cli.options import AsJson
 from ..cli.printing import Console, show_json
-from .scenario import SAMPLES, Scenario, read_scenario
+from .scenario import SAMPLES, Scenario, check_runs, read_scenario
 
 
 def register(app: typer.Typer) -> None:
@@ -109,7 +109,9 @@ def chosen(scenario: Scenario, arms: str, seed_count: int | None) -> Scenario:
     part = replace(part, arms=tuple(dict.fromkeys(names)) or part.arms)
     if seed_count is not None:
         part = replace(part, seeds=tuple(range(seed_count)))
-    return replace(scenario, simulation=part)
+    wanted = replace(scenario, simulation=part)
+    check_runs(wanted, "--arms" if names else scenario.name)
+    return wanted
 
 
 def run_all(scenario: Scenario, timelines: dict[int, Any] | None = None) -> list[Any]:

@@ -26,7 +26,7 @@ from ...workers.rollout.engine_watch import LOOK_S
 from ...workers.rollout.turns import TurnSize
 from ...workers.rollout.yielding import Yielding, YieldRule, room_for, too_many
 from ...workers.serving.device.memory import KvBudget
-from .cluster import MODEL, RUN, Cluster
+from .cluster import MODEL, Cluster
 from .machine.engine import Engine
 from .machine.turns import Turn
 
@@ -47,6 +47,10 @@ class Lender(Protocol):
 
     def rollouts(self, begins: bool) -> None:
         """Hear that a step's rollouts begin, or end."""
+        ...
+
+    def came_back(self, engine: Engine) -> None:
+        """Hear that a worker that had died has started anew."""
         ...
 
 
@@ -135,14 +139,23 @@ class Nobody:
     def rollouts(self, begins: bool) -> None:
         """Do nothing."""
 
+    def came_back(self, engine: Engine) -> None:
+        """Do nothing."""
+
 
 class Always(Nobody):
     """Lends everything for good."""
 
     def start(self, cluster: Cluster) -> None:
         """Lend."""
+        self._cluster = cluster
         for engine in cluster.offered:
             cluster.lease(engine)
+
+    def came_back(self, engine: Engine) -> None:
+        """Lend it again."""
+        if engine in self._cluster.offered and not engine.is_leased:
+            self._cluster.lease(engine)
 
 
 class WholeSteps(Nobody):
@@ -150,18 +163,20 @@ class WholeSteps(Nobody):
 
     def __init__(self, *, yields: bool = False, cuts_memory: bool = False) -> None:
         self._yields, self._cuts_memory = yields, cuts_memory
-        self._workers: list[Worker] = []
+        self._workers: dict[str, Worker] = {}
+        self._is_rolling = False
         self._budgets: dict[str, int] = {}  # of engines that were cut in this step: no more than so many tokens
 
     def start(self, cluster: Cluster) -> None:
         """Begin to look."""
         self._cluster = cluster
         if self._yields:
-            self._workers = [Worker(cluster, engine, YieldRule()) for engine in cluster.lendable]
+            self._workers = {engine.name: Worker(cluster, engine, YieldRule()) for engine in cluster.lendable}
         cluster.events.after(FOLLOW_S, self._look)
 
     def rollouts(self, begins: bool) -> None:
         """Lend, or take back, all."""
+        self._is_rolling = begins
         for engine in self._cluster.offered:
             if begins and not engine.is_leased:
                 self._budgets.pop(engine.name, None)
@@ -171,8 +186,15 @@ class WholeSteps(Nobody):
             elif not begins:
                 self._cluster.revoke(engine)
 
+    def came_back(self, engine: Engine) -> None:
+        """Lend it again, if rollouts are under way."""
+        if engine.name in self._workers:
+            self._workers[engine.name] = Worker(self._cluster, engine, YieldRule())
+        if self._is_rolling and engine in self._cluster.offered and not engine.is_leased:
+            self._cluster.lease(engine)
+
     def _look(self) -> None:
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.follow()
         for engine in self._cluster.lendable if self._cuts_memory else ():
             serving = engine.serving
@@ -209,13 +231,25 @@ class Planned(Nobody):
         self._tokens: dict[str, int] = {}
         self._workers: dict[str, Worker] = {}
         self._draining: set[str] = set()
+        self._told: dict[str, WorkerInfo] = {}  # the last heartbeats
+        self._anew: set[str] = set()  # workers that never woke since they started again
+        self.move_count = 0  # of workers, from one run to another
 
     def start(self, cluster: Cluster) -> None:
         """Begin to tick."""
-        rule = YieldRule(yield_after_s=1e9) if self._drains else YieldRule()
-        self._workers = {engine.name: Worker(cluster, engine, rule) for engine in cluster.lendable}
+        self._cluster = cluster
+        self._workers = {engine.name: self._worker(engine) for engine in cluster.lendable}
         cluster.events.at(0.0, self._tick, cluster)
         cluster.events.after(FOLLOW_S, self._follow, cluster)
+
+    def _worker(self, engine: Engine) -> Worker:
+        return Worker(self._cluster, engine, YieldRule(yield_after_s=1e9) if self._drains else YieldRule())
+
+    def came_back(self, engine: Engine) -> None:
+        """Begin its rules anew; the plan lends it."""
+        self._anew.add(engine.name)
+        if engine.serving is not None:
+            self._workers[engine.name] = self._worker(engine)
 
     def _follow(self, cluster: Cluster) -> None:
         for engine in cluster.lendable:
@@ -223,7 +257,7 @@ class Planned(Nobody):
                 self._workers[engine.name].follow()
             if engine.name in self._draining and not engine.turn_count:
                 self._draining.discard(engine.name)
-                cluster.revoke(engine)
+                cluster.beside[engine.tenant].revoke(engine)
         cluster.events.after(FOLLOW_S, self._follow, cluster)
 
     def _tick(self, cluster: Cluster) -> None:
@@ -232,60 +266,68 @@ class Planned(Nobody):
         infos = [info for info, _ in survey.workers.values()]
         facts = self._census.workers(infos, survey, self._lends, now_s=now_s, wall_ms=survey.wall_ms)
         runs = [self._census.run(status, now_s) for status in survey.runs.values()]
+        self._owed = capacity.settle(self._owed, self._grants, runs, TICK_S, self._rule)
+        runs = [replace(run, owed=self._owed[run.run_id]) if run.run_id in self._owed else run for run in runs]
         self._advice = advise(facts, runs, self._advice, now_s, AdviceRule())
         facts = followed(facts, self._advice)
         if self._is_followed:
             cluster.events.after(TELL_S, cluster.advise, extra_requests(self._advice))
-        self._owed = capacity.settle(self._owed, self._grants, runs, TICK_S, self._rule)
         self._grants = capacity.plan(facts, runs, self._rule)
         self._census.learn(facts, self._grants, now_s)
+        by_run = {each.run.run_id: each for each in cluster.beside}
         for grant in self._grants:
-            engine = cluster.by_name[grant.worker_id]
-            is_lent = engine.is_leased and engine.name not in self._draining
-            if grant.slot_count and not engine.is_leased:
-                cluster.lease(engine)
-            elif not grant.slot_count and is_lent and self._drains:
-                engine.is_ready = False
-                self._draining.add(engine.name)
-            elif not grant.slot_count and is_lent:
-                cluster.revoke(engine)
+            self._carry_out(cluster.by_name[grant.worker_id], by_run.get(grant.run_id or ""), cluster)
         cluster.events.after(TICK_S, self._tick, cluster)
+
+    def _carry_out(self, engine: Engine, run: Cluster | None, cluster: Cluster) -> None:
+        """Let an engine work for a run; None: for none."""
+        holder, is_lent = cluster.beside[engine.tenant], engine.is_leased and engine.name not in self._draining
+        if run is not None and not engine.is_leased:
+            run.lease(engine)
+        elif run is not None and is_lent and run is not holder:
+            holder.revoke(engine)
+            run.lease(engine, is_awake=True)
+            self.move_count += 1
+        elif run is None and is_lent and self._drains:
+            engine.is_ready = False
+            self._draining.add(engine.name)
+        elif run is None and is_lent:
+            holder.revoke(engine)
 
     def _survey(self, cluster: Cluster, now_s: float) -> Survey:
         """Show the cluster as a reading of the broker would."""
-        queued, running = cluster.counts()
-        status = RunStatus(
-            config=cluster.run,
-            head_version=cluster.head_version,
-            depth=queued,
-            memory_bytes=0,
-            trajectories={"queued": queued, "running": running},
-            turns={"ready": cluster.waiting_count()},
-            groups_waiting=0,
-            dead_count=0,
-            counters={"trajectories_completed": cluster.books.completed, "tokens": cluster.books.kept},
-        )
-        leases = {
-            engine.name: Lease(
-                worker_id=engine.name, run_id=RUN, lease_epoch=1, slot_count=engine.slot_count, lease_until_ms=None
-            )
-            for engine in cluster.engines
-            if engine.is_leased and engine.name not in self._draining
-        }
+        leases: dict[str, dict[str, Lease]] = {each.run.run_id: {} for each in cluster.beside}
+        for engine in cluster.engines:
+            if engine.is_leased and engine.name not in self._draining:
+                run_id, slots = cluster.beside[engine.tenant].run.run_id, engine.slot_count
+                leases[run_id][engine.name] = Lease(
+                    worker_id=engine.name, run_id=run_id, lease_epoch=1, slot_count=slots, lease_until_ms=None
+                )
         return Survey(
-            workers={engine.name: (self._info(cluster, engine, now_s), 0) for engine in cluster.engines},
-            assignments=dict.fromkeys(leases, RUN),
-            runs={RUN: status},
-            leases={RUN: leases},
+            workers={name: (info, 0) for name, info in self._heartbeats(cluster, now_s)},
+            assignments={name: run_id for run_id, own in leases.items() for name in own},
+            runs={each.run.run_id: _status(each) for each in cluster.beside},
+            leases=leases,
             wall_ms=int(now_s * 1000),
             now_ms=int(now_s * 1000),
         )
+
+    def _heartbeats(self, cluster: Cluster, now_s: float) -> Iterator[tuple[str, WorkerInfo]]:
+        """Tell the last of each worker that is not forgotten: the dead say nothing new."""
+        for engine in cluster.engines:
+            if engine.name not in cluster.dead:
+                self._told[engine.name] = self._info(cluster, engine, now_s)
+            if engine.name not in cluster.gone:
+                yield engine.name, self._told[engine.name]
 
     def _info(self, cluster: Cluster, engine: Engine, now_s: float) -> WorkerInfo:
         """Make an engine's heartbeat."""
         made = engine.token_count - self._tokens.get(engine.name, 0)
         self._tokens[engine.name] = engine.token_count
-        setup, view = cluster.setup, None
+        setup, view, run = cluster.setup, None, cluster.beside[engine.tenant]
+        if engine.is_ready:
+            self._anew.discard(engine.name)
+        has_woken = engine.name not in self._anew
         if engine.guard is not None:
             if not engine.turn_count:
                 engine.guard.look(now_s, ONE, is_idle=True)
@@ -298,14 +340,14 @@ class Planned(Nobody):
             model=MODEL,
             slot_count=engine.slot_count,
             running_count=engine.turn_count,
-            run_id=RUN if engine.version >= 0 else None,
+            run_id=run.run.run_id if engine.version >= 0 else None,
             active_version=engine.version,
             token_count=engine.token_count,
             tokens_per_s=made / TICK_S,
             state="ready" if engine.is_leased else "asleep",
-            head_version=cluster.head_version,
-            wake_ms=int(1000 * setup.activation_s),
-            stage_ms=int(1000 * setup.fetch_s),
+            head_version=run.head_version,
+            wake_ms=int(1000 * setup.activation_s) if has_woken else None,
+            stage_ms=int(1000 * setup.fetch_s) if has_woken else None,
             pool="" if view is None else POOL if engine in cluster.offered else KEPT,
             headroom_fraction=view.headroom_fraction if view else None,
             load_fraction=view.load_fraction if view else None,
@@ -314,3 +356,19 @@ class Planned(Nobody):
             open_fraction=view.open_fraction if view else None,
             probe=view.probe if view else None,
         )
+
+
+def _status(run: Cluster) -> RunStatus:
+    """Show a run as a reading of the broker would."""
+    queued, running = run.counts()
+    return RunStatus(
+        config=run.run,
+        head_version=run.head_version,
+        depth=queued,
+        memory_bytes=0,
+        trajectories={"queued": queued, "running": running},
+        turns={"ready": run.waiting_count()},
+        groups_waiting=0,
+        dead_count=0,
+        counters={"trajectories_completed": run.completed_count, "tokens": run.kept_count},
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...fabric.host.directories import write_private
-from .report import COLUMNS, cells_of, notes_of
+from .report import COLUMNS, RUN_COLUMNS, cells_of, notes_of, run_cells
 from .run import Run
 from .timeline import MINUTE_S, Moment, Timeline, by_minute
 
@@ -46,7 +46,10 @@ def write_page(found: dict[str, Any], shown: Sequence[tuple[Run, Timeline]], pat
         f"<h1>{title}</h1><p class=tag>Every figure here is {html.escape(found['tag'])}.</p>",
     ]
     for part in found["by_load"]:
-        parts += [f"<h2>Load {part['load']:g}</h2>", _table(part["arms"])]
+        rows = [[name, *cells_of(row)] for name, row in part["arms"].items()]
+        parts += [f"<h2>Load {part['load']:g}</h2>", _table(COLUMNS, rows)]
+        if of_runs := run_cells(part["arms"]):
+            parts += ["<h3>Each run</h3>", _table(RUN_COLUMNS, of_runs)]
         for run, timeline in shown:
             if run.load == part["load"]:
                 text = html.escape(part["arms"][run.arm]["text"])
@@ -64,12 +67,10 @@ READING = (
 )
 
 
-def _table(arms: Mapping[str, dict[str, Any]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}" for name in COLUMNS)
-    rows = [
-        "<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in (name, *cells_of(row))) for name, row in arms.items()
-    ]
-    return f"<table><tr>{head}{''.join(rows)}</table>"
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}" for name in columns)
+    written = ["<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in rows]
+    return f"<table><tr>{head}{''.join(written)}</table>"
 
 
 def _figure(scenario: Mapping[str, Any], run: Run, timeline: Timeline) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from random import Random
 from typing import Any
@@ -60,6 +60,9 @@ def summary(runs: Sequence[Run], fixed: Sequence[Run]) -> dict[str, Any]:
         "harvest_of_oracle": mean(lambda run: run.harvest / run.spare if run.spare else 0.0),
         "harvested_tokens": mean(lambda run: run.harvested),
         "wasted_fraction": mean(lambda run: run.wasted / max(1, run.tokens + run.wasted)),
+        "lost_fraction": mean(lambda run: run.lost / max(1, run.tokens + run.wasted)),
+        "deaths": mean(lambda run: run.deaths),
+        "runs": _of_runs(runs),
         "recomputed_tokens": mean(lambda run: run.refilled),
         "turns_moved": mean(lambda run: run.moved),
         "served": {
@@ -96,6 +99,11 @@ def show_results(found: dict[str, Any]) -> None:
         for name, row in part["arms"].items():
             table.add_row(Cell(name), *cells_of(row))
         console.print(table)
+        if len(scenario["runs"]["weights"]) > 1:
+            table = new_table(*RUN_COLUMNS, title="each run, simulated", left=("arm",))
+            for name, *cells in run_cells(part["arms"]):
+                table.add_row(Cell(name), *cells)
+            console.print(table)
     for note in notes_of(found):
         console.print(note, style="dim", highlight=False)
 
@@ -120,11 +128,67 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 def notes_of(found: dict[str, Any]) -> list[str]:
     """Say what the figures are."""
     seeds = found["scenario"]["simulation"]["seeds"]
-    speeds = [row["simulated_s_per_cpu_s"] for part in found["by_load"] for row in part["arms"].values()]
+    rows = [row for part in found["by_load"] for row in part["arms"].values()]
+    speeds = [row["simulated_s_per_cpu_s"] for row in rows]
     return [
         f"All figures are {found['tag']}.",
         f"x fixed: speed of a step over dedicated GPUs alone, with its 95 % interval (bootstrap, {len(seeds)} seeds).",
         "h: of the time of the GPUs that serve, computed for rollouts, training included; H*: the oracle's.",
         "in SLO: serving requests within TTFT and TPOT; worst: of the worst minute; P99: TTFT/TPOT.",
+        *(_OF_RUNS if len(found["scenario"]["runs"]["weights"]) > 1 else ()),
+        *(_of_deaths(rows) if found["scenario"]["failures"]["hours_between"] else ()),
         f"The simulator's speed: {min(speeds):.0f} to {max(speeds):.0f} simulated seconds in one of a core, by arm.",
     ]
+
+
+def _of_deaths(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Say how often workers died, and what died with them: the fewest and the most, by arm."""
+    deaths = [row["deaths"]["mean"] for row in rows]
+    lost = [100 * row["lost_fraction"]["mean"] for row in rows]
+    return [
+        f"Workers died {min(deaths):.1f} to {max(deaths):.1f} times a run, lent ones or not; "
+        f"{min(lost):.2f} to {max(lost):.2f} % of all tokens died with them."
+    ]
+
+
+_OF_RUNS = (
+    "of share: slots that a run had ready over those due by weight, while several had enough work for theirs.",
+    "of tokens: tokens that it made meanwhile, over its weight's part of all: one slot is faster than another.",
+    "waited: the longest time with work and no worker ready, in fair turns (by weight, of 10 s slices).",
+)
+
+
+def _of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Sum up each of several runs that share a cluster over the seeds; the longest wait is of all of them."""
+    return [
+        {
+            "weight": those[0].weight,
+            "step_s": figure([each.step_s for each in those]),
+            "of_share": _figure_of_known([each.had for each in those]),
+            "of_tokens": _figure_of_known([each.made for each in those]),
+            "longest_wait_fair_turns": max(each.longest_wait for each in those),
+        }
+        for those in zip(*(run.shared for run in runs), strict=True)
+    ]
+
+
+def _figure_of_known(values: Sequence[float | None]) -> Figure | None:
+    known = [each for each in values if each is not None]
+    return figure(known) if known else None
+
+
+RUN_COLUMNS = ("arm", "weight", "step s", "of share", "of tokens", "waited")
+
+
+def run_cells(arms: Mapping[str, dict[str, Any]]) -> list[list[str]]:
+    """Write what RUN_COLUMNS name of each run in each arm; nothing where there is one run."""
+    found = []
+    for name, row in arms.items():
+        for run in row["runs"] if len(row["runs"]) > 1 else ():
+            had, made = (
+                f"{each['mean']:.2f} {each['low']:.2f}-{each['high']:.2f}" if each else "-"
+                for each in (run["of_share"], run["of_tokens"])
+            )
+            waited = f"{run['longest_wait_fair_turns']:.2f}"
+            found.append([name, f"{run['weight']:g}", f"{run['step_s']['mean']:.0f}", had, made, waited])
+    return found

@@ -16,16 +16,20 @@ from ..replay.traces import Part, read_trace
 from .arms import ARMS, Arm
 from .bound import rollout_bound_s, spare
 from .cluster import Cluster, Setup
+from .failing import Failures
+from .lending import Lender, Planned
 from .machine.books import Broken
 from .machine.cost import Model, kv_room_tokens, model_of
 from .machine.serving import Served, served
 from .machine.workload import KINDS, StepPlan, draw_step
 from .scenario import Scenario
+from .several import Shared, Sharing
 from .timeline import Timeline
 from .training import StepTimes, Trainer
 
 LOAD_S_MAX = 3400.0  # of a trace; it is repeated
 ATTAINED_MIN = 0.99  # the bound is on what keeps the SLO: an arm that breaks it may have more
+SEEDS_APART = 1_000_003  # of what runs of one cluster draw
 TOLERANCE = 0.02  # above a bound: steps scatter
 
 
@@ -34,6 +38,7 @@ class Run:
     """What came of it. steps: without the first of an arm that runs ahead, which only fills.
 
     span_s: simulated seconds. bounds_s: the least that each step's rollouts could take; cpu_s: what simulating took.
+    shared: what each of the runs had. lost: of the wasted tokens, those that died with their worker.
     harvest: of the time of the GPUs that serve, in which rollouts computed; spare: in which they could have, at most.
     """
 
@@ -48,6 +53,9 @@ class Run:
     tokens: int
     harvested: int
     wasted: int
+    lost: int
+    deaths: int
+    shared: tuple[Shared, ...]
     prefilled: int
     refilled: int
     moved: int
@@ -59,7 +67,7 @@ class Run:
     @property
     def step_s(self) -> float:
         """The mean step."""
-        return sum(each.step_s for each in self.steps) / len(self.steps)
+        return _mean_step_s(self.steps)
 
     @property
     def rollout_s(self) -> float:
@@ -143,53 +151,57 @@ def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int, timel
         Broken: an invariant does not hold: there are no figures then.
     """
     began = time.process_time()
-    arm, work = ARMS[arm_name], scenario.work
-    cluster = Cluster(setup_of(scenario, arm, load, seed))
-    lender = arm.lender()
-    plans: list[StepPlan] = []
+    arm, weights = ARMS[arm_name], scenario.runs.weights
+    setup = setup_of(scenario, arm, load, seed)
+    cluster = Cluster(setup, weight=weights[0])
+    for weight in weights[1:]:
+        Cluster(setup, weight=weight, host=cluster)
+    lender, sharing = arm.lender() if arm.lends or len(weights) == 1 else Planned(), Sharing()
+    trainers = [_trainer(scenario, arm, each, lender) for each in cluster.beside]
+    for trainer in trainers:
+        trainer.start()
+    lender.start(cluster)
+    Failures(cluster, lender, scenario.failures).start()
+    if len(trainers) > 1:
+        sharing.watch(cluster)
+    if timeline is not None:
+        timeline.watch(cluster)
+    limit_s, first = scenario.simulation.hours_max * 3600, trainers[0]
+    cluster.events.run(lambda: first.is_over and all(each.is_over for each in trainers), limit_s)
+    cluster.check()
+    for trainer in trainers:
+        _require_over(trainer, scenario, arm_name)
+    cpu_s = time.process_time() - began
+    spare_gpus = _spare_gpus(scenario, load, seed, cluster.setup.lendable)
+    run = _summed(cluster, (arm_name, load), trainers, sharing, spare_gpus, cpu_s)
+    if timeline is not None:
+        timeline.end(cluster)
+    check_bounds(run, arm)
+    return run
 
-    def draw(step: int) -> StepPlan:
-        plan = draw_step(
-            work.kind,
-            seed=seed,
-            step=step,
-            groups=work.groups,
-            group_size=work.group_size,
-            oversample=work.oversample,
-        )
-        plans.append(plan)
-        return plan
 
-    trainer = Trainer(
+def _trainer(scenario: Scenario, arm: Arm, cluster: Cluster, lender: Lender) -> Trainer:
+    work, seed = scenario.work, cluster.setup.seed + SEEDS_APART * cluster.index
+    size = {"groups": work.groups, "group_size": work.group_size}
+    return Trainer(
         cluster=cluster,
-        draw=draw,
+        draw=lambda step: draw_step(work.kind, seed=seed, step=step, **size, oversample=work.oversample),
         step_count=work.steps + arm.is_ahead,
         train_s=scenario.trainer.train_s,
         transfer_s=scenario.trainer.transfer_s,
         is_ahead=arm.is_ahead,
         on_rollouts=lender.rollouts,
     )
-    trainer.start()
-    lender.start(cluster)
-    if timeline is not None:
-        timeline.watch(cluster)
-    limit_s = scenario.simulation.hours_max * 3600
-    cluster.events.run(lambda: trainer.is_over, limit_s)
-    cluster.check()
-    if not trainer.is_over:
-        raise FabricError(
-            f"arm {arm_name} did {len(trainer.steps)} of {work.steps} steps in {limit_s / 3600:g} simulated "
-            "hours: give it fewer trajectories, more GPUs, or a higher [simulation] hours_max"
-        )
-    steps = trainer.steps[1:] if arm.is_ahead else trainer.steps
-    cpu_s = time.process_time() - began
-    done = plans[int(arm.is_ahead) :][: len(steps)]
-    spare_gpus = _spare_gpus(scenario, load, seed, cluster.setup.lendable)
-    run = _summed(cluster, (arm_name, load), steps, done, spare_gpus, cpu_s)
-    if timeline is not None:
-        timeline.end(cluster)
-    check_bounds(run, arm)
-    return run
+
+
+def _require_over(trainer: Trainer, scenario: Scenario, arm: str) -> None:
+    if trainer.is_over:
+        return
+    hours, fewer = scenario.simulation.hours_max, " fewer [failures]," if scenario.failures.hours_between else ""
+    raise FabricError(
+        f"arm {arm} did {len(trainer.steps)} of {scenario.work.steps} steps in {hours:g} simulated "
+        f"hours: give it fewer trajectories, more GPUs,{fewer} or a higher [simulation] hours_max"
+    )
 
 
 def check_bounds(run: Run, arm: Arm) -> None:
@@ -214,12 +226,14 @@ def check_bounds(run: Run, arm: Arm) -> None:
 def _summed(
     cluster: Cluster,
     run: tuple[str, float],
-    steps: Sequence[StepTimes],
-    plans: Sequence[StepPlan],
+    trainers: Sequence[Trainer],
+    sharing: Sharing,
     spare_gpus: Sequence[float],
     cpu_s: float,
 ) -> Run:
     setup, books = cluster.setup, cluster.books
+    steps = [step for each in trainers for step in each.done[0]]
+    plans = [plan for each in trainers for plan in each.done[1]]
     requests = cluster.requests()
     now_s = cluster.events.now_s
     harvested_s = sum(engine.rollout_s for engine in cluster.lendable)
@@ -240,10 +254,13 @@ def _summed(
         tokens=books.kept,
         harvested=books.harvested,
         wasted=books.wasted,
+        lost=books.lost,
+        deaths=books.death_count,
         prefilled=books.prefilled,
         refilled=books.refilled,
         moved=books.moved_count,
         turns=books.turn_count,
+        shared=tuple(sharing.of(each.cluster, _mean_step_s(each.done[0])) for each in trainers),
         bounds_s=tuple(_bounds(setup, plans, steps, spare_gpus)),
         events=cluster.events.count,
         cpu_s=cpu_s,
@@ -274,3 +291,7 @@ def _bounds(
             rollout_bound_s(plan, setup.rollout.cost, slot_count=setup.slot_count, own=setup.dedicated, spare_gpus=gpus)
         )
     return found
+
+
+def _mean_step_s(steps: Sequence[StepTimes]) -> float:
+    return sum(each.step_s for each in steps) / len(steps)

@@ -1,6 +1,6 @@
 """A scenario: a TOML file, read strictly. A key that is not known is refused with the nearest one that is.
 
-Shipped scenarios are named without a path: `s0` to `s10` (docs/simulation.md tells what each is for).
+Shipped scenarios are named without a path: `s0` to `s12` (docs/simulation.md tells what each is for).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from ...fabric.host.files import read_regular
 from .arms import ARMS
 from .machine.workload import KINDS
 
-SAMPLES = ("s0", "s1", "s2", "s3", "s9", "s10")
+SAMPLES = ("s0", "s1", "s2", "s3", "s9", "s10", "s11", "s12")
 BYTES_MAX = 1 << 16
 STATIC_LOAD_MAX = 0.7
 LOAD_MAX = 1.5
+WEIGHT_MIN, WEIGHT_MAX, RUN_COUNT_MAX = 0.01, 100.0, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,23 @@ class TrainerPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunsPart:
+    """[runs]: runs that share the cluster, by their weights. Each does [work] of its own and trains by itself."""
+
+    weights: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailuresPart:
+    """[failures]: rollout workers die. hours_between: of a worker's deaths, on average; 0: none dies. back_s: until it
+    has started again; then it wakes and fetches weights like any (activation_s, transfer_s).
+    """
+
+    hours_between: float = 0.0
+    back_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulationPart:
     """[simulation]: arms and seeds. cost_error: factor on all step times; noise: log-deviation of a step's time."""
 
@@ -101,6 +119,8 @@ class Scenario:
     serving: ServingPart = field(default_factory=ServingPart)
     work: WorkPart = field(default_factory=WorkPart)
     trainer: TrainerPart = field(default_factory=TrainerPart)
+    runs: RunsPart = field(default_factory=RunsPart)
+    failures: FailuresPart = field(default_factory=FailuresPart)
     simulation: SimulationPart = field(default_factory=SimulationPart)
 
     @property
@@ -122,6 +142,8 @@ PARTS: dict[str, type[Any]] = {
     "serving": ServingPart,
     "work": WorkPart,
     "trainer": TrainerPart,
+    "runs": RunsPart,
+    "failures": FailuresPart,
     "simulation": SimulationPart,
 }
 
@@ -145,6 +167,8 @@ def read_scenario(source: str | Path) -> Scenario:
             raise ConfigError(f"{name}: {key} is no part of a scenario: {did_you_mean(key, ['name', *PARTS])}")
         elif not isinstance(value, dict):
             raise ConfigError(f"{name}: {key} is no table: write [{key}], and its settings below")
+        elif key == "failures" and "hours_between" not in value and not set(value) - {"back_s"}:
+            raise ConfigError(f"{name}: [failures] has no hours_between, of a worker's deaths: without it none dies")
         else:
             found[key] = _part(name, key, value)
     return checked(Scenario(**found), name)
@@ -209,10 +233,13 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "trainer.train_s": (0, 86_400),
     "trainer.transfer_s": (0, 86_400),
     "trainer.activation_s": (0, 3600),
+    "failures.hours_between": (0.01, 1_000_000),
+    "failures.back_s": (0, 86_400),
     "simulation.noise": (0, 0.5),
     "simulation.cost_error": (0.1, 10),
     "simulation.hours_max": (0.01, 1000),
 }
+NOTHING = {"failures.hours_between": ", or 0: no worker dies"}  # what 0 means where it is out of bounds
 
 
 def checked(scenario: Scenario, name: str) -> Scenario:
@@ -224,8 +251,9 @@ def checked(scenario: Scenario, name: str) -> Scenario:
     for key, (low, high) in BOUNDS.items():
         part, setting = key.split(".")
         value = getattr(getattr(scenario, part), setting)
-        if not low <= value <= high:
-            raise ConfigError(f"{name}: [{part}] {setting} is {value:g}: expected {low:g} to {high:g}")
+        nothing = NOTHING.get(key, "")
+        if not low <= value <= high and not (nothing and value == 0):
+            raise ConfigError(f"{name}: [{part}] {setting} is {value:g}: expected {low:g} to {high:g}{nothing}")
     loads, seeds = scenario.serving.loads, scenario.simulation.seeds
     if not all(0 <= load <= LOAD_MAX for load in loads) or min(seeds) < 0:
         raise ConfigError(f"{name}: loads {loads}, seeds {seeds}: expected 0 to {LOAD_MAX:g}, and 0 or more")
@@ -237,8 +265,25 @@ def checked(scenario: Scenario, name: str) -> Scenario:
     for arm in scenario.simulation.arms:
         if arm not in ARMS:
             raise ConfigError(f"{name}: [simulation] arms has no {arm!r}: {did_you_mean(arm, ARMS)}")
+    check_runs(scenario, name)
     cluster, each = scenario.cluster, scenario.cluster.gpus_per_instance
     if cluster.dedicated % each or cluster.serving % each:
         counts = f"{cluster.dedicated} and {cluster.serving} GPUs"
         raise ConfigError(f"{name}: [cluster] {counts}: no whole numbers of instances of {each}")
     return scenario
+
+
+def check_runs(scenario: Scenario, name: str) -> None:
+    """Require runs that can share the cluster, in every arm.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    weights = scenario.runs.weights
+    if len(weights) > RUN_COUNT_MAX or not all(WEIGHT_MIN <= each <= WEIGHT_MAX for each in weights):
+        bounds = f"{WEIGHT_MIN:g} to {WEIGHT_MAX:g}, for {RUN_COUNT_MAX} runs at most"
+        raise ConfigError(f"{name}: [runs] weights {', '.join(f'{each:g}' for each in weights)}: expected {bounds}")
+    alone = [arm for arm in scenario.simulation.arms if arm in ARMS and not ARMS[arm].can_share]
+    if len(weights) > 1 and alone:
+        known = ", ".join(arm for arm in ARMS if ARMS[arm].can_share)
+        raise ConfigError(f"{name}: {', '.join(alone)}: no rule for several [runs]; arms that have one: {known}")

@@ -38,7 +38,7 @@ class Timeline:
 
     def watch(self, cluster: Cluster) -> None:
         """Look now, and again and again."""
-        queued, running = cluster.counts()
+        queued, running = (sum(column) for column in zip(*(each.counts() for each in cluster.beside), strict=True))
         shared = [each.used_s() for each in cluster.lendable]
         self.moments.append(
             Moment(

@@ -35,12 +35,19 @@ class Trainer:
     is_ahead: bool = False
     on_rollouts: Callable[[bool], None] = lambda begins: None
     steps: list[StepTimes] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
     _drawn: int = 0
     _trained: int = 0
     _rolled: int = 0
     _is_training: bool = False
     _waiting: list[tuple[float, float]] = field(default_factory=list)  # rolled and not trained: began, ended
     _last_s: float = 0.0
+
+    @property
+    def done(self) -> tuple[list[StepTimes], list[StepPlan]]:
+        """The steps that are done and what they were, without the first of an arm that runs ahead."""
+        first = int(self.is_ahead)
+        return self.steps[first:], self.plans[first : len(self.steps)]
 
     @property
     def is_over(self) -> bool:
@@ -53,6 +60,7 @@ class Trainer:
 
     def _begin(self) -> None:
         plan = self.draw(self._drawn)
+        self.plans.append(plan)
         self._drawn += 1
         began_s = self.cluster.events.now_s
         self.on_rollouts(True)
@@ -60,6 +68,8 @@ class Trainer:
 
     def _rolled_out(self, began_s: float) -> None:
         self.on_rollouts(False)
+        if self.is_over and len(self.cluster.beside) > 1:
+            return  # others still have steps to do, and its share of the workers
         self._rolled += 1
         self._waiting.append((began_s, self.cluster.events.now_s))
         self._train()

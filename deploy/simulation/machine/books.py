@@ -24,6 +24,9 @@ class Books:
     prefilled: int = 0
     refilled: int = 0
     """Prompt tokens computed a second time, because a cache did not hold them any more."""
+    lost: int = 0
+    """Of the wasted, tokens that died with their worker."""
+    death_count: int = 0
     turn_count: int = 0
     moved_count: int = 0
     """Turns that went on at another engine in the middle."""
@@ -69,6 +72,11 @@ class Books:
         """Note tokens of a turn that are thrown away."""
         self.wasted += tokens
         turn.made -= tokens
+
+    def loses(self, turn: Turn, tokens: int) -> None:
+        """Note tokens of a turn that nobody has saved, and whose worker has died."""
+        self.lost += tokens
+        self.drops(turn, tokens)
 
     def completes(self, trajectory: int, *, is_cancelled: bool = False) -> None:
         """Note that a trajectory is over."""

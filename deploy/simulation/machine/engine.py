@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -71,6 +71,7 @@ class Engine:
         self.is_leased = serving is None
         self.is_ready = serving is None  # awake, with the weights
         self.version = -1
+        self.tenant = 0  # the number of the run that it works for, or did last
         self.may_take: Callable[[], int | None] | None = None  # the worker's own word; None: it sets no bound
         self.turn_count = 0  # that it holds
         self.kv_reserved = 0
@@ -112,6 +113,13 @@ class Engine:
     def made(self, turn: Turn) -> int:
         """Count the tokens of one of its turns."""
         return turn.made + (self._steps - turn.since_step if turn in self.decoding else 0)
+
+    def progress(self) -> Iterator[tuple[Turn, int]]:
+        """Tell of each turn its tokens until now, those of the stretch under way included."""
+        passed_s = self._events.now_s - self._start_s
+        more = min(self._count, self._whole(passed_s)) if self._count and self._roll_s else 0
+        for turn in self.turns():
+            yield turn, self.made(turn) + (more if turn in self.decoding else 0)
 
     def reserve(self, turn: Turn) -> int:
         """Count the KV cache that a turn may come to hold, in tokens."""
@@ -164,6 +172,13 @@ class Engine:
         """Drop the prefix cache: it is of older weights."""
         self.cache.clear()
         self._cached = 0
+
+    def restart(self) -> None:
+        """Begin as a new process, without weights, and with nothing learned."""
+        self.forget_prefixes()
+        self.version = -1
+        self._prefill = PrefillSpeed()
+        self.us_per_token = self._prefill.us_per_token
 
     def wake(self) -> None:
         """Look for work anew: something has changed."""

@@ -179,6 +179,10 @@ class ServingSide:
         found, self._ended = self._ended, []
         return found
 
+    def forget_news(self) -> None:
+        """Show a guard that begins now nothing of what was before."""
+        self._arrivals, self._samples, self._ended = [], [], []
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:

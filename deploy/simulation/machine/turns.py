@@ -61,7 +61,8 @@ class Turn:
 
     context_tokens: before its own tokens; fresh_tokens of these were computed nowhere. engine: the name of the one that
     has it; "": none. home: the one that made the turn before. read_tokens: of its prompt, what its engine computes.
-    name: its key, for rules that know turns by a text.
+    name: its key, for rules that know turns by a text. saved: of its tokens, those that the broker has; renewed_at_s:
+    when its claim was renewed.
     """
 
     __slots__ = (
@@ -78,6 +79,8 @@ class Turn:
         "name",
         "output_tokens",
         "read_tokens",
+        "renewed_at_s",
+        "saved",
         "since_step",
         "trajectory",
         "version",
@@ -90,8 +93,8 @@ class Turn:
         self.key = (trajectory.number, index)
         self.name = str(self.key)
         self.context_tokens, self.fresh_tokens, self.output_tokens = context_tokens, fresh, output
-        self.made = self.left_prefill = self.read_tokens = self.since_step = self.end_step = 0
-        self.begun_s = self.waits_since_s = 0.0
+        self.made = self.saved = self.left_prefill = self.read_tokens = self.since_step = self.end_step = 0
+        self.begun_s = self.waits_since_s = self.renewed_at_s = 0.0
         self.version = -1  # of the policy that began it
         self.was_held = self.is_over = False
         self.engine = self.home = ""

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import pytest
 
-from rollfab.deploy.simulation.cluster import Cluster, Setup
+from rollfab.deploy.simulation.cluster import FORGET_S, ROUND_S, Cluster, Setup
 from rollfab.deploy.simulation.machine.cost import Model, StepCost
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan
+from tests.sim import world
 from tests.sim.options import Options, draw
-from tests.sim.world import Outcome, simulate
+from tests.sim.world import Outcome, World, simulate
 
 CALM = replace(
     draw(1),
@@ -62,14 +63,21 @@ OTHERS = {
 }
 
 
+def begun_s(outcome: Outcome) -> float:
+    """When the first trajectory was claimed."""
+    return min(row[0] for row in outcome.lines if row[2] == "claim")
+
+
 def span_s(outcome: Outcome) -> float:
     """From the first claim of a trajectory to the last one's end."""
-    begin = min(row[0] for row in outcome.lines if row[2] == "claim")
-    return max(row[0] for row in outcome.lines if row[2] == "settle") - begin
+    return max(row[0] for row in outcome.lines if row[2] == "settle") - begun_s(outcome)
 
 
-def predicted_s(outcome: Outcome, options: Options) -> float:
-    """The same, of the simulated cluster, with the turns that there were."""
+def predicted_s(outcome: Outcome, options: Options, life_s: float = 0.0, away_s: float = 1e6) -> float:
+    """The same, of the simulated cluster, with the turns that there were.
+
+    life_s: until a worker dies; 0: none does. away_s: from then until it, or its successor, takes turns again.
+    """
     turns = Counter(row[3].rpartition(".")[0] for row in outcome.lines if row[2] == "turn.result")
     cost = StepCost(
         fixed_ms=1000 * options.step_s,
@@ -99,6 +107,8 @@ def predicted_s(outcome: Outcome, options: Options) -> float:
             kv_lent=0,
             kv_serving=0,
             turn_tokens_max=options.tokens,
+            activation_s=0.0,
+            fetch_s=0.0,
             ttft_ms=500.0,
             tpot_ms=150.0,
             noise=0.0,
@@ -109,6 +119,11 @@ def predicted_s(outcome: Outcome, options: Options) -> float:
     ended: list[float] = []
     plan = StepPlan(groups=groups, needed=len(groups), kept=frozenset(range(len(groups))))
     cluster.submit(plan, lambda: ended.append(cluster.events.now_s))
+    if life_s:
+        cluster.events.after(life_s, cluster.kill, cluster.dedicated[0])
+        cluster.events.after(life_s + FORGET_S, cluster.forget, cluster.dedicated[0])
+        cluster.events.after(life_s + away_s, cluster.revive, cluster.dedicated[0])
+        renewing(cluster)
     cluster.events.run(lambda: bool(ended), 1e6)
     cluster.check()
     assert cluster.books.turn_count == sum(turns.values())
@@ -122,3 +137,44 @@ def test_a_calm_run_of_the_fabric_takes_as_long_as_the_simulated_one(name: str) 
     assert not outcome.failure
 
     assert predicted_s(outcome, options) == pytest.approx(span_s(outcome), rel=0.05)
+
+
+def renewing(cluster: Cluster) -> None:
+    cluster.save()
+    cluster.events.after(ROUND_S, renewing, cluster)
+
+
+class Mortal(World):
+    """The fabric, of which one worker is killed and nobody is told; another one begins after a while."""
+
+    dies_at_s = back_s = 0.0
+
+    async def run(self) -> None:
+        self._loop.call_later(self.dies_at_s, self._die)
+        await super().run()
+
+    def _die(self) -> None:
+        victim = self.links["dedicated-1"].process
+        self.facts.note("fault", "crash", victim.name)
+        victim.trouble_s = self._loop.time()
+        self.crash(victim, after_s=self.back_s)
+
+
+@pytest.mark.parametrize("back_s", [1e6, 6.0])
+@pytest.mark.parametrize("dies_at_s", [4.0, 6.3])
+@pytest.mark.parametrize("name", ["long turns", "turns queue for few slots"])
+def test_a_run_whose_worker_is_killed_takes_as_long_as_the_simulated_one(
+    name: str, dies_at_s: float, back_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "World", Mortal)
+    monkeypatch.setattr(Mortal, "dies_at_s", dies_at_s)
+    monkeypatch.setattr(Mortal, "back_s", back_s)
+    options = replace(CALM, **OTHERS[name])
+    outcome = simulate(options)
+    assert not outcome.failure
+    claims = [row[0] for row in outcome.lines if row[1:3] == ("dedicated-3", "turn.claim")]
+    away_s = min(claims, default=1e6) - dies_at_s
+
+    found_s = predicted_s(outcome, options, dies_at_s - begun_s(outcome), away_s)
+
+    assert found_s == pytest.approx(span_s(outcome), rel=0.05)

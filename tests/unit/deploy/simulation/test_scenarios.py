@@ -50,6 +50,27 @@ def test_what_is_shipped_can_be_read(name: str) -> None:
         ("[work]\nkind = 'chess'", "kind 'chess'"),
         ("[simulation]\narms = ['roses']", "arms has no 'roses'"),
         ("[cluster]\ngpus_per_instance = 4\ndedicated = 6", "no whole number"),
+        ("[failures]\nhours_betwen = 1", "[failures] has no setting hours_betwen: did you mean hours_between?"),
+        ("[failure]\nhours_between = 1", "failure is no part of a scenario: did you mean failures?"),
+        ("[failures]\nback_s = 30", "[failures] has no hours_between"),
+        ("[failures]\nhours_between = -1", "hours_between is -1: expected 0.01 to"),
+        ("[failures]\nhours_between = 0.001", "hours_between is 0.001: expected 0.01 to 1e+06, or 0: no worker dies"),
+        ("[failures]\nhours_between = nan", "expected a number"),
+        ("[failures]\nhours_between = 1e30", "hours_between is 1e+30: expected 0.01 to"),
+        ("[failures]\nhours_between = true", "expected a number"),
+        ("[failures]\nhours_between = 1\nback_s = -5", "back_s is -5: expected 0 to"),
+        ("[failures]\nhours_between = 1\nback_s = inf", "expected a number"),
+        ("failures = 3", "write [failures]"),
+        ("[runs]\nweight = [1, 2]", "[runs] has no setting weight: did you mean weights?"),
+        ("[run]\nweights = [1, 2]", "run is no part of a scenario: did you mean runs?"),
+        ("[runs]\nweights = [1, 0]", "weights 1, 0: expected 0.01 to 100"),
+        ("[runs]\nweights = [1, -2]", "weights 1, -2: expected 0.01 to 100"),
+        ("[runs]\nweights = [1, 1e9]", "weights 1, 1e+09: expected 0.01 to 100"),
+        ("[runs]\nweights = [1, nan]", "expected a number"),
+        ("[runs]\nweights = 2", "expected a list"),
+        ("[runs]\nweights = []", "expected a list"),
+        (f"[runs]\nweights = {[1] * 17}", "16 runs at most"),
+        ("[runs]\nweights = [1, 1]\n[simulation]\narms = ['fixed', 'rose']", "rose: no rule for several [runs]"),
         ("[cluster", "is no TOML"),
     ],
 )
@@ -108,6 +129,16 @@ def test_whatever_is_shown_says_that_it_is_simulated(tmp_path: Path, words: list
         assert "simulated seconds in one of a core" in " ".join(shown.output.split())
 
 
+def test_how_often_workers_died_is_told_where_they_may(tmp_path: Path) -> None:
+    told = "times a run"
+    mortal = written(tmp_path, TINY + "[failures]\nhours_between = 0.02\nback_s = 1")
+    shown = CliRunner().invoke(app, ["sim", str(mortal), "--seeds", "1"], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.output
+    assert told in " ".join(shown.output.split())
+    shown = CliRunner().invoke(app, ["sim", str(written(tmp_path, TINY)), "--seeds", "1"], env={"COLUMNS": "80"})
+    assert told not in " ".join(shown.output.split())
+
+
 def test_the_simulators_speed_is_over_all_seeds_of_an_arm() -> None:
     one = run("fixed")
     assert speed_of([replace(one, span_s=100.0, cpu_s=1.0), replace(one, span_s=500.0, cpu_s=2.0)]) == 200.0
@@ -130,6 +161,23 @@ def test_a_plan_lends_no_more_than_it_says(tmp_path: Path) -> None:
     assert [row["gpus_lent"] for row in found["rows"]] == [0, 1]
     assert found["rows"][0]["harvested_tokens"]["mean"] == 0 < found["rows"][1]["harvested_tokens"]["mean"]
     assert found["tag"].startswith("simulated")
+
+
+def test_an_arm_without_a_rule_for_several_runs_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--arms: rose: no rule for several \[runs\]; arms that have one: fixed"):
+        CliRunner().invoke(app, ["sim", "s12", "--arms", "fixed,rose"], catch_exceptions=False)
+
+
+def test_each_run_of_several_is_told_of(tmp_path: Path) -> None:
+    both = written(tmp_path, TINY + "[runs]\nweights = [2, 1]")
+    shown = CliRunner().invoke(app, ["sim", str(both), "--seeds", "1", "--json"])
+    assert shown.exit_code == 0, shown.output
+    rows = orjson.loads(shown.output)["by_load"][0]["arms"]["ours"]["runs"]
+    assert [row["weight"] for row in rows] == [2.0, 1.0]
+    shown = CliRunner().invoke(app, ["sim", str(both), "--seeds", "1"], env={"COLUMNS": "80"})
+    table = shown.output.partition("All figures")[0]
+    assert "each run, simulated" in table
+    assert max(map(len, table.splitlines())) <= 80
 
 
 def test_an_unknown_arm_is_refused() -> None:

@@ -1,0 +1,270 @@
+"""Workers that die: what they held goes on as in production, nothing is counted twice or lost, and bugs are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollfab.deploy.simulation.arms import ARMS
+from rollfab.deploy.simulation.cluster import CLAIM_S, FORGET_S, REAP_S, ROUND_S, SAVE_S, Cluster
+from rollfab.deploy.simulation.failing import Failures
+from rollfab.deploy.simulation.lending import Planned
+from rollfab.deploy.simulation.machine.books import Books, Broken
+from rollfab.deploy.simulation.machine.turns import Turn
+from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan, draw_step
+from rollfab.deploy.simulation.run import setup_of
+from rollfab.deploy.simulation.scenario import FailuresPart, Scenario
+from rollfab.fabric.contract.errors import FabricError
+from rollfab.fabric.queue.turns import CLAIM_MS
+from rollfab.workers.rollout.config import RolloutConfig
+from tests.support.simulated import SMALL, outcome, run
+from tests.support.tried import tried
+
+PAIRS = replace(
+    SMALL,
+    cluster=replace(SMALL.cluster, dedicated=2, serving=2),
+    work=replace(SMALL.work, groups=3),
+)
+OFTEN = replace(PAIRS, failures=FailuresPart(hours_between=0.01, back_s=10.0))
+TOKENS = 600
+
+once = cache(run)
+
+
+class Watched:
+    """A cluster with one trajectory of one long turn under way on a dedicated worker, which saves as it should."""
+
+    def __init__(self, arm: str = "fixed", scenario: Scenario = PAIRS) -> None:
+        self.cluster = Cluster(setup_of(scenario, ARMS[arm], 0.0, 0))
+        self.ended: list[float] = []
+        plan = StepPlan(groups=[(TrajectoryPlan(400, (TurnPlan(TOKENS, 0, 0.0),)),)], needed=1, kept=frozenset({0}))
+        self.cluster.submit(plan, lambda: self.ended.append(self.cluster.events.now_s))
+        self._save()
+        self.until(3.1)
+        self.victim = next(each for each in self.cluster.engines if each.turn_count)
+        self.turn = self.victim.turns()[0]
+
+    def _save(self) -> None:
+        self.cluster.save()
+        self.cluster.events.after(ROUND_S, self._save)
+
+    def until(self, time_s: float) -> None:
+        self.cluster.events.run(lambda: False, time_s)
+        self.cluster.check()
+
+    def until_elsewhere(self) -> float:
+        """Run until the turn is at a worker again; returns when that was."""
+        self.cluster.events.run(lambda: self.turn.engine not in ("", self.victim.name), 1e3)
+        return self.cluster.events.now_s
+
+
+# ---------------------------------------------------------------- what production does
+
+
+def test_a_turn_goes_on_elsewhere_from_the_tokens_saved_once_its_claim_has_ended() -> None:
+    world = Watched()
+    cluster, turn, made = world.cluster, world.turn, dict(world.victim.progress())[world.turn]
+    renewed_s = turn.renewed_at_s
+    assert 3.1 - renewed_s <= SAVE_S + ROUND_S
+    assert (CLAIM_MS / 1000, RolloutConfig.log_s) == (CLAIM_S, SAVE_S)
+
+    cluster.kill(world.victim)
+    again_s = world.until_elsewhere()
+
+    assert CLAIM_S <= again_s - renewed_s <= CLAIM_S + REAP_S
+    assert turn.engine != world.victim.name
+    assert 0 < turn.made == turn.saved <= made
+    assert cluster.books.lost == cluster.books.wasted
+    assert made - turn.made <= cluster.books.lost <= made - turn.made + 1  # the step under way is done first
+    cluster.events.run(lambda: bool(world.ended), 1e3)
+    assert (cluster.books.kept, cluster.books.completed) == (TOKENS, 1)
+    cluster.check()
+
+
+def test_a_turn_that_never_was_renewed_begins_with_nothing_and_is_of_the_weights_it_goes_on_with() -> None:
+    world = Watched()
+    world.turn.saved, world.turn.renewed_at_s = 0, 3.0
+    world.cluster.kill(world.victim)
+    world.cluster.events.run(lambda: not world.victim.turn_count, 1e3)
+    world.cluster.publish()
+    world.until_elsewhere()
+    assert (world.turn.made, world.turn.version) == (0, 1)
+
+
+def test_where_turns_begin_anew_all_that_a_dead_worker_made_is_wasted() -> None:
+    world = Watched("rose")
+    made = dict(world.victim.progress())[world.turn]
+    world.cluster.kill(world.victim)
+    world.until_elsewhere()
+    assert world.turn.made == 0
+    assert world.cluster.books.lost >= made
+
+
+def test_a_worker_that_is_back_has_neither_weights_nor_prefixes_and_takes_nothing_until_it_is_ready() -> None:
+    world = Watched()
+    victim, cluster = world.victim, world.cluster
+    cluster.kill(victim)
+    world.until(8.0)
+    cluster.forget(victim)
+    assert not victim.is_leased
+    assert (victim.turn_count, victim.cached(1)) == (0, 0)
+
+    cluster.revive(victim)
+    assert (victim.is_leased, victim.is_ready, victim.version) == (True, False, -1)
+    cluster.events.run(lambda: victim.is_ready, 1e3)
+    assert cluster.events.now_s == pytest.approx(8.0 + cluster.setup.activation_s + cluster.setup.fetch_s)
+    assert victim.version == cluster.head_version
+
+
+def test_the_controller_counts_a_dead_worker_until_it_was_silent_for_long_and_then_lends_it_no_more() -> None:
+    plan = Planned()
+    cluster = Cluster(setup_of(PAIRS, ARMS["ours"], 0.25, 0))
+    plan.start(cluster)
+    Failures(cluster, plan, FailuresPart()).start()  # none by itself
+    lent = cluster.lendable[0]
+    cluster.events.run(lambda: False, 1.0)
+    cluster.kill(lent)
+
+    def told() -> Any:
+        return plan._survey(cluster, cluster.events.now_s).workers.get(lent.name)
+
+    before = told()
+    cluster.events.run(lambda: False, FORGET_S)
+    assert told() == before != None  # noqa: E711 - the same heartbeat, and there is one
+    cluster.forget(lent)
+    assert told() is None
+    cluster.lease(lent)
+    assert not lent.is_leased
+
+    guard = lent.guard
+    cluster.revive(lent)
+    plan.came_back(lent)
+    assert told()[0].wake_ms is None  # nobody knows how long it takes to wake
+    assert lent.guard is not guard
+
+
+def test_a_seed_kills_the_same_workers_in_every_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: dict[str, list[tuple[float, str]]] = {}
+    kill = Cluster.kill
+    for arm in ("fixed", "ours"):
+        times = killed[arm] = []
+
+        def noted(self: Cluster, engine: Any, times: list[tuple[float, str]] = times) -> None:
+            times.append((self.events.now_s, engine.name))
+            kill(self, engine)
+
+        monkeypatch.setattr(Cluster, "kill", noted)
+        run(arm, OFTEN)
+    both = min(map(len, killed.values()))
+    assert both >= 5
+    assert killed["fixed"][:both] == killed["ours"][:both]
+
+
+# ---------------------------------------------------------------- nothing is lost
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_does_all_its_work_however_often_workers_die(arm: str) -> None:
+    found, calm = once(arm, OFTEN), once(arm, PAIRS)
+    assert found.deaths >= 5
+    assert found.lost > 0
+    if not ARMS[arm].is_ahead:  # which has steps under way as it ends
+        assert (found.tokens, found.turns) == (calm.tokens, calm.turns)
+
+
+@settings(max_examples=tried(20), deadline=None)
+@given(
+    arm=st.sampled_from(["fixed", "static", "share-all", "idle-only", "rose", "ours", "ours-advised", "no-move"]),
+    hours=st.floats(0.01, 0.1),
+    back_s=st.sampled_from([0.0, 1.0, 4.9, 5.0, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_the_books_are_right_whenever_and_wherever_workers_die(
+    arm: str, hours: float, back_s: float, seed: int
+) -> None:
+    often = replace(OFTEN, failures=FailuresPart(hours_between=hours, back_s=back_s))
+    found = run(arm, often, seed=seed)  # which checks tokens, trajectories and time
+    assert 0 <= found.lost <= found.wasted
+    work = often.work
+    plan = draw_step(work.kind, seed=seed, step=0, groups=work.groups, group_size=work.group_size)
+    assert found.tokens == sum(each.output_tokens for group in plan.groups for each in group)
+
+
+def test_where_none_dies_all_is_as_without_the_table() -> None:
+    never = replace(PAIRS, failures=FailuresPart(hours_between=0.0, back_s=1.0))
+    assert outcome(run("ours", never)) == outcome(once("ours", PAIRS))
+    assert once("ours", PAIRS).deaths == 0
+
+
+def test_a_seed_decides_who_dies_and_what_comes_of_it() -> None:
+    assert outcome(run("ours", OFTEN)) == outcome(once("ours", OFTEN))
+    assert outcome(once("ours", OFTEN)) != outcome(run("ours", OFTEN, seed=1))
+
+
+def test_workers_that_never_live_long_enough_to_get_ready_are_told_of() -> None:
+    hopeless = replace(
+        OFTEN,
+        failures=FailuresPart(hours_between=0.01, back_s=3000.0),
+        simulation=replace(OFTEN.simulation, hours_max=0.5),
+    )
+    with pytest.raises(FabricError, match=r"fewer \[failures\]"):
+        run("fixed", hopeless)
+
+
+# ---------------------------------------------------------------- bugs are found
+
+
+def forgotten(self: Books, turn: Turn, tokens: int) -> None:
+    turn.made -= tokens
+
+
+def kept_twice(self: Cluster, turn: Turn) -> None:
+    self._hand_over(turn)  # with tokens that nobody saved
+    turn.made = turn.saved
+
+
+def run_twice(self: Cluster, turn: Turn) -> None:
+    self._lost.remove(turn)
+    self._hand_over(turn)
+    self.place()
+    self._hand_over(turn)  # a claim that ends twice
+    self.place()
+
+
+PLANTS: dict[str, tuple[Any, str, Any, str]] = {
+    "lost tokens are not counted": (Books, "loses", forgotten, "tokens made"),
+    "tokens that died are handed over": (Cluster, "_lose", kept_twice, "tokens made"),
+    "a claim ends twice": (Cluster, "_reap", run_twice, "at once|twice|tokens made|of"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_bug_in_what_becomes_of_the_dead_gives_no_figures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, planted, told = PLANTS[name]
+    monkeypatch.setattr(owner, method, planted)
+    with pytest.raises(Broken, match=told):
+        run("fixed", OFTEN)
+
+
+def test_turns_that_nobody_takes_back_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "_reap", lambda self, turn: None)
+    brief = replace(OFTEN, simulation=replace(OFTEN.simulation, hours_max=0.5))
+    with pytest.raises(FabricError, match="did 0 of 1 steps"):
+        run("fixed", brief)
+
+
+def test_time_that_a_dead_worker_computed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    revive = Cluster.revive
+
+    def busy(self: Cluster, engine: Any) -> None:
+        engine.rollout_s += 1.0
+        revive(self, engine)
+
+    monkeypatch.setattr(Cluster, "revive", busy)
+    with pytest.raises(Broken, match="accounts for"):
+        run("fixed", OFTEN)
