@@ -392,13 +392,13 @@ class Groups:
         return self
 
     def __next__(self) -> Group:
-        before = self._groups.latest
+        before = self._groups.given_count
         try:
             return self._loop.call(self._groups.__anext__())
         except StopAsyncIteration:
             raise StopIteration from None
         except BaseException:  # an interrupt may come when the group is here, and the caller does not have it yet
-            if self._groups.latest is not before:
+            if self._groups.given_count != before:
                 self._loop.call(self._groups.put_back_latest())
             raise
 

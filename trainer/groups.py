@@ -477,7 +477,8 @@ class Groups:
         self._refill = refill
         self._left = view.count
         self._held: list[Delivery] | None = None
-        self.latest: Delivery | None = None  # what `__anext__` returned last
+        self._latest: Delivery | None = None  # what `__anext__` returned last
+        self.given_count = 0  # groups that it returned
         self.dropped_count = 0
         self.ended_why = ""
 
@@ -499,12 +500,13 @@ class Groups:
             self._ledger.use(delivery)
         else:
             self._held.append(delivery)
-        self.latest = delivery
+        self._latest = delivery
+        self.given_count += 1
         return delivery.group
 
     async def put_back_latest(self) -> None:
         """Give up the group that `__anext__` returned last, as it never reached who asked; it comes again."""
-        delivery, self.latest = self.latest, None
+        delivery, self._latest = self._latest, None
         if delivery is None:
             return
         if self._left is not None:
