@@ -106,6 +106,8 @@ class _Call(Generic[T]):
                         "interrupted; %s is waited for, because it may still read what it was given",
                         name_of(self._work),
                     )
+        if self._task is not None and not self._task.cancelled():
+            self._task.exception()  # the interrupt is raised in its place; asyncio would tell of it as forgotten
 
 
 class _Loop:

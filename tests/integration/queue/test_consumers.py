@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import IO
 
 import pytest
@@ -281,6 +282,20 @@ def test_a_group_that_arrives_with_an_interrupt_comes_again(url: str, fabric: Fa
 
     assert sorted(found) == NAMES
     assert totals(run) == (0, len(NAMES))
+
+
+def test_a_call_that_ends_with_an_interrupt_says_nothing_of_its_own_error(
+    url: str, fabric: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    complete(url, *NAMES[:1])
+    groups = fabric.run("r").groups(timeout=1.0)
+    next(groups)
+    Timer(0.2, interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(groups)  # its time is over when the interrupt is noticed
+    assert groups.ended_why
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_program_that_ends_without_closing_says_nothing(url: str, redis: Redis) -> None:
