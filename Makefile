@@ -205,6 +205,7 @@ $(VERL)/.done: deploy/lock/verl.txt $(VENV)/.dev
 	  > "$$($(VERL)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/beside.pth"
 	@rm -rf "$$($(VERL)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')"/{setuptools*,_distutils_hack,pkg_resources,distutils-precedence.pth}
 	@$(VERL)/bin/python -m pip --disable-pip-version-check $(LOCKED) --no-deps --no-build-isolation -r deploy/lock/verl.txt
+	@rm -r "$$($(VERL)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/tests" # verl's own, which hide ours
 	@touch $@
 
 $(VLLM)/.done: $(VLLM)/.packages pyproject.toml

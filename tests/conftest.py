@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import threading
 import time
@@ -50,6 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU on this machine"))
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """A command line that a test runs in its own process sets its level of logs, here for the tests after it too."""
+    logger = logging.getLogger("rollfab")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from rollfab.workers.rewards.jobs import check_queue, enqueue, open_queue
 from tests.support.brokers.port_life import Life
 from tests.support.brokers.redis_cluster import RedisCluster, redis_cluster
-from tests.support.brokers.redis_server import ask, redis_server
+from tests.support.brokers.redis_server import ask, free_port, redis_server
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
 
@@ -80,7 +80,7 @@ async def test_one_unfit_node_makes_the_cluster_unfit(cluster: RedisCluster, cli
 
 
 async def test_a_cluster_without_slots_says_so(tmp_path: Path) -> None:
-    with redis_server(tmp_path, "cluster-enabled yes") as server:
+    with redis_server(tmp_path, "cluster-enabled yes", f"cluster-port {free_port()}") as server:
         with pytest.raises(BrokerError) as caught:
             await open_broker(server.url, client_name="test", open_patience_s=6.0)
         assert caught.value.facts["reason"] == "cluster"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 import socket
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rollfab.deploy import main as cli
-from rollfab.deploy.cli.logs import NOISY
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.trainer.client import connect
 
@@ -29,16 +27,6 @@ def url() -> Iterator[str]:
         with connect(broker.url) as fabric:
             fabric.run("my-run", model="tiny", environment="frozenlake")
         yield broker.url
-
-
-@pytest.fixture(autouse=True)
-def _logs_as_before() -> Iterator[None]:
-    """main() sets levels for its process, which here is that of other tests too."""
-    loggers = [logging.getLogger(name) for name in ("rollfab", *NOISY)]
-    levels = [each.level for each in loggers]
-    yield
-    for each, level in zip(loggers, levels, strict=True):
-        each.setLevel(level)
 
 
 @pytest.fixture
