@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 from ...fabric.contract.records import Lease, WorkerInfo
 from ...fabric.contract.sharing import GuardView, LendSetting
 from ...fabric.ports.queue import RunStatus, Survey
-from ...fabric.rules.lending import capacity
+from ...fabric.rules.lending import capacity, division
 from ...fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_requests, followed
 from ...fabric.rules.lending.capacity import CapacityRule, Grant
 from ...fabric.rules.serving.facts import StepWork
@@ -266,7 +266,7 @@ class Planned(Nobody):
         infos = [info for info, _ in survey.workers.values()]
         facts = self._census.workers(infos, survey, self._lends, now_s=now_s, wall_ms=survey.wall_ms)
         runs = [self._census.run(status, now_s) for status in survey.runs.values()]
-        self._owed = capacity.settle(self._owed, self._grants, runs, TICK_S, self._rule)
+        self._owed = division.settle(self._owed, self._grants, runs, TICK_S, self._rule)
         runs = [replace(run, owed=self._owed[run.run_id]) if run.run_id in self._owed else run for run in runs]
         self._advice = advise(facts, runs, self._advice, now_s, AdviceRule())
         facts = followed(facts, self._advice)

@@ -30,7 +30,8 @@ from ...fabric.inspect.diagnosing import Cause, diagnose_survey
 from ...fabric.inspect.history import sample_of
 from ...fabric.ports.queue import LeaseBoard, Survey
 from ...fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_requests, followed
-from ...fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, plan, settle
+from ...fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, plan
+from ...fabric.rules.lending.division import settle
 from ...fabric.rules.lending.lease import has_ended
 from .demand import Census
 from .lease_log import LeaseLog

@@ -15,7 +15,7 @@ from rollfab.deploy.simulation.machine.books import Broken
 from rollfab.deploy.simulation.machine.workload import draw_step
 from rollfab.deploy.simulation.run import SEEDS_APART, setup_of
 from rollfab.deploy.simulation.scenario import FailuresPart, RunsPart, Scenario
-from rollfab.fabric.rules.lending import capacity
+from rollfab.fabric.rules.lending import capacity, division
 from tests.support.simulated import SMALL, outcome, run
 
 WEIGHTS = (2.0, 1.0)
@@ -75,7 +75,7 @@ def test_a_plan_that_gives_one_run_everything_is_seen(monkeypatch: pytest.Monkey
 
 
 def test_debts_between_runs_are_settled_by_production(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "settle", lambda owed, grants, runs, passed_s, rule: {})
+    monkeypatch.setattr(division, "settle", lambda owed, grants, runs, passed_s, rule: {})
     assert outcome(run("fixed", BOTH)) != outcome(once("fixed", BOTH))
 
 

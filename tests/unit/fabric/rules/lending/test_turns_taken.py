@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollfab.fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan, settle
+from rollfab.fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan
+from rollfab.fabric.rules.lending.division import settle
 
 RULE = CapacityRule()
 TICK_S = 0.5
