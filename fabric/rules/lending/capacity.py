@@ -7,16 +7,16 @@
 - A lent worker is kept through short lulls and short doubts, and a worker taken back for serving rests a while: under
   facts that do not change no worker is lent and taken back in turn. A lease ends at once only where serving is
   not safe (switched off, guard gone, headroom gone without a guard).
-- Runs with work share the slots of their model by weight (see division.py).
+- Runs with work share the workers of their model by weight (see division.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .capacity_facts import CapacityRule, Grant, RunFacts, WorkerFacts, is_same_model
-from .division import divide
+from .division import Offer, divide
 
 __all__ = ["CapacityRule", "Grant", "RunFacts", "WorkerFacts", "plan"]
 
@@ -74,21 +74,30 @@ class _Lending:
         self._rule = rule
         self._idle_reason = idle_reason
         self._refusals = {each.worker_id: _refusal(each, rule) for each in workers if each.lend is not None}
-        offers = {each.worker_id: 0 if self._refusals.get(each.worker_id) else _offered(each) for each in workers}
+        known = [each.slot_tokens_per_s for each in workers if each.lend is None and each.slot_tokens_per_s]
+        self._slot_tokens_per_s = sum(known) / len(known) if known else None
+        offers = {each.worker_id: self._offer(each) for each in workers}
         self._places = divide(offers, {each.worker_id: each.run_id for each in workers}, runs, rule)
         self._given = dict.fromkeys((run.run_id for run in runs), 0)
         self._speeds = dict.fromkeys(self._given, 0.0)
         self._fastest = dict.fromkeys(self._given, 0.0)
-        known = [each.slot_tokens_per_s for each in workers if each.lend is None and each.slot_tokens_per_s]
-        self._slot_tokens_per_s = sum(known) / len(known) if known else None
+
+    def _offer(self, worker: WorkerFacts) -> Offer:
+        slot_count = 0 if self._refusals.get(worker.worker_id) else _offered(worker)
+        return Offer(slot_count, self._speed_of(worker))
+
+    def _speed_of(self, worker: WorkerFacts) -> float:
+        return speed_of(worker, self._slot_tokens_per_s)
 
     def grants(self) -> dict[str, Grant]:
         """Grant each worker, in order, what it should serve; returns the grants by worker."""
         found = {}
         for worker in self._workers:
-            grant = found[worker.worker_id] = self._grant(worker, self._places.get(worker.worker_id))
+            speed = self._speed_of(worker)
+            grant = replace(self._grant(worker, self._places.get(worker.worker_id)), speed=speed)
+            found[worker.worker_id] = grant
             if grant.run_id is not None:
-                self._give(grant.run_id, grant.slot_count, speed_of(worker, self._slot_tokens_per_s))
+                self._give(grant.run_id, grant.slot_count, speed)
         return found
 
     def _give(self, run_id: str, slot_count: int, speed: float) -> None:
@@ -134,7 +143,7 @@ class _Lending:
             fastest=self._fastest[run.run_id],
             slot_s=slot_time_s(run.left_tokens, self._slot_tokens_per_s),
         )
-        return is_worth(worker, speed_of(worker, self._slot_tokens_per_s), backlog, self._rule)
+        return is_worth(worker, self._speed_of(worker), backlog, self._rule)
 
     def _demand(self, run: RunFacts) -> str:
         return f"{run.open_count} trajectories open, {self._given[run.run_id]} slots given"
@@ -144,8 +153,8 @@ class _Lending:
             return "the slots given are enough"
         setup_s = 0.0 if worker.is_lent else (worker.activation_ms + worker.fetch_ms) / 1000
         after = f" after {setup_s:.1f} s to get ready" if setup_s else ""
-        speed = speed_of(worker, self._slot_tokens_per_s)
-        return f"{self._demand(run)}: too few more for a worker at {speed:.0%} of a dedicated one's speed{after}"
+        speed = f"{self._speed_of(worker):.0%} of a dedicated one's speed"
+        return f"{self._demand(run)}: too few more for a worker at {speed}{after}"
 
 
 def _made(

@@ -56,7 +56,7 @@ class WorkerFacts:
 class RunFacts:
     """A run's demand. `open_count`: trajectories queued or running. `idle_s`: how long it has been without any.
 
-    owed: slot-seconds that it is behind its share of the time so far; below 0: ahead of it.
+    owed: seconds of a dedicated slot that it is behind its share so far; below 0: ahead of it.
     left_tokens: what a mean open trajectory is expected to make still; None: none has ended yet.
     """
 
@@ -102,6 +102,7 @@ class CapacityRule:
 class Grant:
     """One worker's part of the plan; slot_count 0 means: serve nothing. The reason is for people.
 
+    speed: of each slot, in dedicated slots.
     is_doubted: it is lent on for now, though there is a reason to take it back. is_for_serving: it was refused for the
     sake of its serving engine.
     """
@@ -111,5 +112,6 @@ class Grant:
     slot_count: int
     is_standing: bool
     reason: str
+    speed: float = 1.0
     is_doubted: bool = False
     is_for_serving: bool = False

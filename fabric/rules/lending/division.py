@@ -1,10 +1,14 @@
 """Divides workers between the runs of their model, by weight: pure functions of what workers bring and runs need.
 
-- Where workers cannot be divided by weight, runs take turns: `settle` keeps, for every run, the slot-seconds that it
-  is owed, and a worker moves when that makes another run the needier one by nearly a worker's slice. It stays that
-  long at least: moving costs a weight switch and every cached prefix.
+- A worker counts by its speed: as many dedicated slots as make the tokens of its slots.
+- A run's share is by weight, but no more than it has work for; the others share what is over (weighted max-min).
+- Where workers cannot be divided by weight, runs take turns: `settle` keeps, for every run, the seconds of a dedicated
+  slot that it is owed, and a worker moves when that makes another run the needier one by nearly what the worker
+  brings in a slice. It stays that long at least: moving costs a weight switch and every cached prefix.
+- A run for whose work one worker is enough has one, whatever it owes, if its share is one: its step waits for the last
+  trajectories. Who comes last in the plan's order moves first, so they stay on dedicated workers, or on fast ones.
 - A run without work gives its share up at once, and is owed nothing once it has had none for a while.
-- The cost grows with workers plus moves times kinds of workers (run and slots), not with workers times moves.
+- The cost grows with workers plus moves times kinds of workers (run, slots, speed), not with workers times moves.
 """
 
 from __future__ import annotations
@@ -12,50 +16,104 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from .capacity_facts import CapacityRule, Grant, RunFacts
 
-STAY_FRACTION = 0.9  # of a worker's slots: how much needier another run must be; at 1 a new run might wait for ever
+STAY_FRACTION = 0.9  # of what a worker brings: how much needier another run must be; at 1 a new run might wait for ever
+SPEED_LEVELS = 8  # of an offer's speed: finer ones would only make more kinds of workers
+
+
+class Offer(NamedTuple):
+    """What a worker brings: slots, and the speed of each in dedicated slots."""
+
+    slot_count: int
+    speed: float = 1.0
+
+    @property
+    def power(self) -> float:
+        """In dedicated slots."""
+        return self.slot_count * self.speed
 
 
 def settle(
     owed: Mapping[str, float], grants: Sequence[Grant], runs: Sequence[RunFacts], passed_s: float, rule: CapacityRule
 ) -> dict[str, float]:
-    """Count what every run is owed after `grants` were in force for `passed_s`, in slot-seconds.
+    """Count what every run is owed after `grants` were in force for `passed_s`, in seconds of a dedicated slot.
 
-    Each run with work was due a share, by weight, of the slots that served runs of its model. The debts of all runs of
-    a model add up to 0, so a run that is new, or comes back, starts level; and no debt exceeds two slices of all
-    slots, whatever happened.
+    Each run with work was due its share of the workers that served runs of its model; what it had beyond that counts
+    as far as another lacked it. The debts of all runs of a model add up to 0, so a run that is new, or comes back,
+    starts level; and no debt exceeds two slices of all workers, whatever happened.
     """
-    given: dict[str | None, int] = {}
+    given: dict[str | None, list[Offer]] = {}
     for grant in grants:
-        given[grant.run_id] = given.get(grant.run_id, 0) + grant.slot_count
+        given.setdefault(grant.run_id, []).append(Offer(grant.slot_count, grant.speed))
     found: dict[str, float] = {}
     for key in dict.fromkeys(run.pool_key for run in runs):
         fitting = [run for run in runs if run.pool_key == key and run.has_weights]
         sharing = [run for run in fitting if run.open_count > 0]
         counted = [run for run in fitting if run.open_count > 0 or run.idle_s < rule.take_back_after_s]
-        served = {run.run_id: given.get(run.run_id, 0) for run in sharing}
-        slots, weights = sum(served.values()), sum(run.weight for run in sharing)
+        offers = {run.run_id: given.get(run.run_id, []) for run in sharing}
+        supply = [offer for own in offers.values() for offer in own]
+        due = shares(sharing, supply)
+        lacks = {run.run_id: _lacked(run, offers[run.run_id], due[run.run_id]) for run in sharing}
+        lacked = sum(lack for lack in lacks.values() if lack > 0)
+        spare = -sum(lack for lack in lacks.values() if lack < 0)
         debts = {run.run_id: owed.get(run.run_id, 0.0) for run in counted}
-        for run in sharing:
-            debts[run.run_id] += (slots * run.weight / weights - served[run.run_id]) * passed_s
+        for name, lack in lacks.items():
+            debts[name] += passed_s * (lack if lack > 0 else lack * lacked / spare if spare else 0.0)
         mean = sum(debts.values()) / max(1, len(debts))
-        bound = 2 * rule.slice_s * max(slots, 1)
+        bound = 2 * rule.slice_s * max(sum(offer.power for offer in supply), 1)
         found |= {name: max(-bound, min(bound, debt - mean)) for name, debt in debts.items()}
     return found
 
 
+def _lacked(run: RunFacts, offers: Sequence[Offer], due: float) -> float:
+    """Count the dedicated slots that a run lacks of those it is due: it lacks none if it has no work for more slots."""
+    lack = due - sum(offer.power for offer in offers)
+    return lack if run.open_count > sum(offer.slot_count for offer in offers) else min(lack, 0.0)
+
+
+def shares(runs: Sequence[RunFacts], supply: Sequence[Offer]) -> dict[str, float]:
+    """Divide workers by the runs' weights; what one has no work for is shared by the others.
+
+    Work is counted in whole workers of mean speed, as only whole ones can be given; runs of which none has work share
+    by weight alone. Source: weighted max-min fairness (Bertsekas and Gallager, Data Networks, 6.5.2).
+
+    Returns:
+        what each run is due, in dedicated slots.
+    """
+    size = max((offer.slot_count for offer in supply), default=0)
+    left, weights = sum(offer.power for offer in supply), sum(run.weight for run in runs)
+    mean, found = _mean_power(supply), {}
+    for run in sorted(runs, key=lambda run: run.open_count / run.weight):
+        wanted = mean * math.ceil(run.open_count / size) if size and run.open_count else math.inf
+        share = min(wanted, left * run.weight / weights)
+        found[run.run_id] = share
+        left, weights = left - share, weights - run.weight
+    return found
+
+
+def _is_small(run: RunFacts, due: float, supply: Sequence[Offer]) -> bool:
+    """Tell whether any one worker has slots for all the work of a run, and the run is due one."""
+    slot_counts = [offer.slot_count for offer in supply if offer.slot_count]
+    return 0 < run.open_count <= min(slot_counts, default=0) and due >= _mean_power(supply)
+
+
+def _mean_power(supply: Sequence[Offer]) -> float:
+    return sum(offer.power for offer in supply) / max(1, sum(offer.slot_count > 0 for offer in supply))
+
+
 def divide(
-    offers: Mapping[str, int], own: Mapping[str, str | None], runs: Sequence[RunFacts], rule: CapacityRule
+    offers: Mapping[str, Offer], own: Mapping[str, str | None], runs: Sequence[RunFacts], rule: CapacityRule
 ) -> dict[str, RunFacts]:
     """Choose the run that each of these workers, all of one model, should serve if it serves any.
 
     Workers stay where they are, the rest go where most is lacking, and then, one by one, whoever is missed least
-    moves to where most is lacking, as long as that is worth it.
+    moves to where most is lacking, as long as that is worth it; of equals the last.
 
     Args:
-        offers: slots of each worker, those that are taken first in front. own: the run that each serves now.
+        offers: of each worker, those that are taken first in front. own: the run that each serves now.
     """
     if not runs:
         return {}
@@ -69,7 +127,7 @@ def divide(
         else:
             division.put(name, run)
     for name in strangers:
-        division.put(name, division.neediest() if offers[name] else runs[0])
+        division.put(name, division.neediest() if offers[name].slot_count else runs[0])
     if len(runs) > 1:
         for _ in offers:
             if not division.move():
@@ -78,57 +136,69 @@ def divide(
 
 
 class _Division:
-    """Workers of one model and the runs they serve, while that is being decided. `offers`: slots of each worker."""
+    """Workers of one model and the runs they serve, while that is being decided."""
 
-    def __init__(self, offers: Mapping[str, int], runs: Sequence[RunFacts], rule: CapacityRule) -> None:
+    def __init__(self, offers: Mapping[str, Offer], runs: Sequence[RunFacts], rule: CapacityRule) -> None:
         self.places: dict[str, RunFacts] = {}
-        self._offers = offers
+        self._offers = {  # none brings nothing: it would move for nothing
+            name: Offer(each.slot_count, max(1, math.ceil(each.speed * SPEED_LEVELS)) / SPEED_LEVELS)
+            for name, each in offers.items()
+        }
         self._names = list(offers)
         self._index = {name: index for index, name in enumerate(self._names)}
         self._runs = runs
         self._given = dict.fromkeys((run.run_id for run in runs), 0)
-        self._kinds: dict[tuple[str, int], list[int]] = {}  # (run, slots) → its workers' indices, ascending
-        scale = sum(offers.values()) / sum(run.weight for run in runs)
+        self._powers = dict.fromkeys(self._given, 0.0)
+        self._kinds: dict[tuple[str, Offer], list[int]] = {}  # (run, offer) → its workers' indices, ascending
         payback = STAY_FRACTION / rule.slice_s  # no worker can then change hands twice within a slice
-        self._due = {run.run_id: scale * run.weight + run.owed * payback for run in runs}
+        supply = list(self._offers.values())
+        due = shares(runs, supply)
+        self._due = {run.run_id: due[run.run_id] + run.owed * payback for run in runs}
         self._by_id = {run.run_id: run for run in runs}
+        self._small = {run.run_id for run in runs if _is_small(run, due[run.run_id], supply)}
 
     def put(self, worker_id: str, run: RunFacts) -> None:
         """Let a worker serve this run."""
-        before, slots, index = self.places.get(worker_id), self._offers[worker_id], self._index[worker_id]
+        before, offer, index = self.places.get(worker_id), self._offers[worker_id], self._index[worker_id]
         self.places[worker_id] = run
-        if not slots:
+        if not offer.slot_count:
             return
         if before is not None:
-            self._given[before.run_id] -= slots
-            self._kinds[before.run_id, slots].remove(index)
-        self._given[run.run_id] += slots
-        insort(self._kinds.setdefault((run.run_id, slots), []), index)
+            self._given[before.run_id] -= offer.slot_count
+            self._powers[before.run_id] -= offer.power
+            self._kinds[before.run_id, offer].remove(index)
+        self._given[run.run_id] += offer.slot_count
+        self._powers[run.run_id] += offer.power
+        insort(self._kinds.setdefault((run.run_id, offer), []), index)
 
     def neediest(self) -> RunFacts:
-        """Return the run that lacks most, among runs that have work for more."""
+        """Return the run that lacks most, among runs that have work for more; a small one comes first."""
         wanting = [run for run in self._runs if run.open_count > self._given[run.run_id]]
-        return max(wanting or self._runs, key=lambda run: (self._lack(run), run.run_id))
+        return max(wanting or self._runs, key=lambda run: (run.run_id in self._small, self._lack(run), run.run_id))
 
     def move(self) -> bool:
         """Move whoever is missed least to where most is lacking; False when that is not worth it."""
         goal = self.neediest()
-        kinds = [(self._worth(kind, goal), -indices[0]) for kind, indices in self._kinds.items() if indices]
+        kinds = [(self._worth(*kind, goal), indices[-1]) for kind, indices in self._kinds.items() if indices]
         worth, index = max(kinds, default=(0.0, 0))
         if worth <= 1e-9:
             return False
-        self.put(self._names[-index], goal)
+        self.put(self._names[index], goal)
         return True
 
-    def _worth(self, kind: tuple[str, int], goal: RunFacts) -> float:
-        """Count the slots by which a move evens things out; infinite where the worker's own run has no use for it."""
-        own, slots = self._by_id[kind[0]], kind[1]
+    def _worth(self, run_id: str, offer: Offer, goal: RunFacts) -> float:
+        """Count by how much a move evens things out; infinite where the worker's own run has no use for it."""
+        own = self._by_id[run_id]
         if own is goal or goal.open_count <= self._given[goal.run_id]:
             return 0.0
-        if own.open_count <= self._given[own.run_id] - slots:
+        if own.open_count <= self._given[run_id] - offer.slot_count:
             return math.inf
-        return self._lack(goal) - self._lack(own) - slots * (1 + STAY_FRACTION)
+        if run_id in self._small:
+            return 0.0
+        if goal.run_id in self._small:
+            return math.inf
+        return self._lack(goal) - self._lack(own) - offer.power * (1 + STAY_FRACTION)
 
     def _lack(self, run: RunFacts) -> float:
-        """Count the slots that a run lacks of its share, and of what it is owed."""
-        return self._due[run.run_id] - self._given[run.run_id]
+        """Count the dedicated slots that a run lacks of its share, and of what it is owed."""
+        return self._due[run.run_id] - self._powers[run.run_id]

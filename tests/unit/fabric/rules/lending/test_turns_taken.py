@@ -18,7 +18,7 @@ HOUR_S = 3600.0
 
 @dataclass
 class Hour:
-    """What became of an hour. served: slot-seconds. stays: how long each worker served a run, at each change.
+    """What became of an hour. served: seconds of a dedicated slot. stays: how long workers served a run.
 
     longest_s: the longest time in which no worker served a run, by run.
     """
@@ -60,9 +60,10 @@ def live(
             if worker.run_id is not None and grant.run_id != worker.run_id:
                 hour.stays.append(now_s - since[worker.worker_id])
                 since[worker.worker_id] = now_s
-            workers[index] = dataclasses.replace(worker, run_id=grant.run_id)
+            is_lent = worker.lend is not None and grant.run_id is not None
+            workers[index] = dataclasses.replace(worker, run_id=grant.run_id, is_lent=is_lent)
             if grant.run_id in busy:
-                hour.served[str(grant.run_id)] += grant.slot_count * TICK_S
+                hour.served[str(grant.run_id)] += grant.slot_count * grant.speed * TICK_S
             elif busy:
                 hour.idle_s += TICK_S
     return hour
@@ -70,6 +71,16 @@ def live(
 
 def pool(count: int, slot_count: int = 8) -> list[WorkerFacts]:
     return [WorkerFacts(worker_id=f"d{index}", model="m", slot_count=slot_count) for index in range(count)]
+
+
+def slow_pool(count: int, speed: float, slot_count: int = 8) -> list[WorkerFacts]:
+    """Serving workers whose slots are slower than those of `pool`, which make 40 tokens a second."""
+    lent = {"slot_count": slot_count, "lend": slot_count, "slot_tokens_per_s": 40 * speed}
+    return [WorkerFacts(worker_id=f"s{index}", model="m", **lent) for index in range(count)]  # type: ignore[arg-type]
+
+
+def measured(workers: list[WorkerFacts]) -> list[WorkerFacts]:
+    return [dataclasses.replace(worker, slot_tokens_per_s=40.0) for worker in workers]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +136,64 @@ def test_workers_of_different_sizes_come_out_by_weight_too() -> None:
     workers = [WorkerFacts(worker_id=f"d{n}", model="m", slot_count=slots) for n, slots in enumerate((64, 8, 16))]
     hour = live(workers, {"a": 1.0, "b": 1.0})
     assert hour.served["a"] / hour.served["b"] == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.5])
+def test_workers_of_different_speeds_come_out_by_weight_too(speed: float) -> None:
+    # Given fast workers that the first run has, and more slow ones
+    fast = [dataclasses.replace(worker, run_id="a") for worker in measured(pool(2))]
+    hour = live([*fast, *slow_pool(6, speed)], {"a": 1.0, "b": 1.0})
+    assert hour.served["a"] / hour.served["b"] == pytest.approx(1.0, rel=0.05)
+    assert min(hour.stays, default=RULE.slice_s) >= RULE.slice_s - TICK_S
+
+
+def test_a_run_whose_rest_one_worker_can_take_always_has_one_and_a_dedicated_one() -> None:
+    # Given a run that has had more than its share, and comes to its last trajectories
+    def open_count(run_id: str, now_s: float) -> int:
+        return 3 if run_id == "a" and now_s >= 60 else 300
+
+    workers = [*measured(pool(2)), *slow_pool(4, 0.5)]
+    hour = live(list(workers), {"a": 1.0, "b": 1.0, "c": 1.0}, open_count=open_count, seconds=300)
+    assert hour.longest_s["a"] <= TICK_S
+    for held, kept in (("abaacc", "d0"), ("bbaacc", "s0"), ("bbbccc", "s3")):
+        assert served_by(workers, held, {"a": (3, -400.0), "b": (300, 200.0), "c": (300, 200.0)})["a"] == [kept]
+
+
+def test_a_worker_that_brings_nothing_now_does_not_move_for_nothing() -> None:
+    (shut,) = slow_pool(1, 0.0)
+    workers = [*measured(pool(2)), dataclasses.replace(shut, slot_tokens_per_s=None, open_fraction=0.0)]
+    found = served_by(workers, "aba", {"a": (300, -1.0), "b": (300, 1.0)})
+    assert found == {"a": ["d0", "s0"], "b": ["d1"]}
+
+
+def served_by(workers: list[WorkerFacts], held: str, work: Mapping[str, tuple[int, float]]) -> dict[str, list[str]]:
+    """Workers by run, after one plan. held: the run that each served. work: open trajectories and debt of each run."""
+    runs = [
+        RunFacts(run_id=name, model="m", weight=1.0, has_weights=True, open_count=count, idle_s=0.0, owed=owed)
+        for name, (count, owed) in work.items()
+    ]
+    by_run = zip(workers, held, strict=True)
+    lent = [dataclasses.replace(worker, run_id=name, is_lent=worker.lend is not None) for worker, name in by_run]
+    grants = plan(lent, runs, RULE)
+    return {run.run_id: [grant.worker_id for grant in grants if grant.run_id == run.run_id] for run in runs}
+
+
+def test_workers_that_nobody_else_wants_are_no_debt() -> None:
+    # Given a run that has two workers more than it needs, beside one that needs no more than it has
+    run = {"model": "m", "weight": 1.0, "has_weights": True, "idle_s": 0.0}
+    counts = {"a": 6, "b": 2}
+    runs = [RunFacts(run_id=name, open_count=count, **run) for name, count in counts.items()]  # type: ignore[arg-type]
+    grants = [
+        Grant(worker_id=f"d{index}", run_id=name, slot_count=8, is_standing=True, reason="")
+        for index, name in enumerate("aaab")
+    ]
+    assert settle({}, grants, runs, 60.0, RULE) == {"a": 0.0, "b": 0.0}
+    # And once another wants more, what it has beyond its share counts
+    more = [runs[0], dataclasses.replace(runs[1], open_count=20)]
+    assert settle({}, grants, more, 1.0, RULE) == {"a": -16.0, "b": 16.0}
+    # But nobody lacks anything who has slots for all its work, however slow they are
+    slow = [dataclasses.replace(grants[3], speed=0.1), *grants[:3]]
+    assert settle({}, slow, [dataclasses.replace(runs[0], open_count=90), runs[1]], 1.0, RULE) == {"a": 0.0, "b": 0.0}
 
 
 def test_a_run_without_work_gives_its_share_up_at_once_and_gets_it_back_within_a_few_slices() -> None:
