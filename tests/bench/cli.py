@@ -22,6 +22,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 PLAIN = {
     "affinity": "Turns that go where their context is cached, over turns that go to whoever asks first.",
     "tails": "Groups that take long first, over first come, first served: the time of a step with stragglers.",
+    "sharing": "Runs that share two workers by weight, with real engines: who waits for how long, who has what.",
     "engine": "vLLM through the whole fabric, over vLLM's own offline generate; and how soon it stops when told to.",
     "gateway": "Chat completions through the gateway, over the same vLLM server asked directly: ms and tokens.",
     "placement": "What the broker pays to give out one job, by how many workers and trajectories there are.",

@@ -13,6 +13,7 @@ from tests.bench.chaos.main import QUICK as CHAOS
 from tests.bench.chaos.report import CALL_PROMISES, PROMISES
 from tests.bench.resume.main import QUICK as RESUME
 from tests.bench.resume.main import TURNS_TOGETHER
+from tests.bench.sharing.main import GOAL as SHARING_GOAL
 from tests.bench.training.main import QUICK as TRAINING
 
 LARGE_GAP = 0.35  # of two samples of 96 of one distribution, once in a hundred thousand pairs
@@ -78,6 +79,13 @@ def check_training(results: dict[str, Any]) -> None:
     assert lengths["gap"] < LARGE_GAP
 
 
+def check_sharing(results: dict[str, Any]) -> None:
+    """Every run was served, by weight, and none waited for longer than was promised."""
+    assert 0 < results["longest_wait_fair_turns"] <= SHARING_GOAL
+    (row,) = results["rows"]
+    assert all(0.5 < part < 1.5 for part in row["of_tokens"])  # a slice more or less, of some
+
+
 @pytest.mark.fault
 @pytest.mark.slow
 @pytest.mark.long
@@ -91,6 +99,7 @@ def check_training(results: dict[str, Any]) -> None:
         ("chaos", ["--seed", "11", "--calls", "gateway"], check_calls),
         ("resume", [], check_resume),
         ("training", [], check_training),
+        ("sharing", [], check_sharing),
     ],
 )
 def test_a_quick_run_breaks_no_promise(name: str, words: list[str], check: Any) -> None:

@@ -1,0 +1,183 @@
+"""`rollfab bench sharing`: runs that share two workers by weight, with real engines: who waits how long, who has what.
+
+All runs have work all the time, and weights of their own, so a worker that changes hands fetches those first. Every
+run's tokens are looked at from outside. A *fair turn* is how long it takes until everybody has had slices by weight,
+and this run one of its own. With perfect turns a run waits for all others' slices; that is the floor.
+
+Exit code 1 when a run waited for longer than three fair turns, or was never served.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rollfab.deploy.cli.options import with_ports
+from rollfab.deploy.local.supervisor import Supervisor
+from rollfab.deploy.replay.figures import Report, show
+from rollfab.fabric.broker.embedded import EmbeddedBroker
+from rollfab.fabric.contract.errors import EnvironmentUnknown, FabricError
+from rollfab.fabric.rules.lending.capacity_facts import CapacityRule
+from rollfab.trainer.client import Fabric, Run, connect
+from tests.bench.lively import lively_weights
+
+from ..overhead.arms import METRONOME, START_TIMEOUT_S
+
+GOAL = 3.0  # fair turns, at most
+MODEL, SLOT_COUNT, STEP_S, TOKENS = "tiny", 8, 0.1, 10  # a turn takes a second
+GROUP_SIZE, GROUP_COUNT = 8, 4  # a submission: work for some seconds of both workers
+LOOK_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """weights: of the runs. turn_count: fair turns of the lightest run, for which is measured."""
+
+    cases: tuple[tuple[float, ...], ...]
+    turn_count: float
+    worker_count: int = 2
+
+
+FULL = Settings(cases=((1.0,) * 20, (2.0, 2.0, 1.0, 1.0, 0.5)), turn_count=5.0)
+QUICK = Settings(cases=((2.0, 1.0, 1.0),), turn_count=2.0)
+
+
+def measure(settings: Settings) -> Report:
+    """Measure every case.
+
+    Raises:
+        FabricError: a process of the fabric has ended.
+    """
+    rows = [_measure_case(weights, settings) for weights in settings.cases]
+    return Report(
+        name="sharing",
+        params={"settings": asdict(settings), "goal_fair_turns": GOAL},
+        results={"rows": rows, "longest_wait_fair_turns": max(row["longest_wait_fair_turns"] for row in rows)},
+        baselines={"floor_fair_turns": [row["floor_fair_turns"] for row in rows]},
+        ratio={"floor": rows[0]["longest_wait_fair_turns"] / rows[0]["floor_fair_turns"]},
+    )
+
+
+def faults(report: Report) -> list[str]:
+    """Name what was promised and not kept."""
+    rows = report.results["rows"]
+    late = [row["longest_wait_fair_turns"] for row in rows if row["longest_wait_fair_turns"] > GOAL]
+    idle = sum(token_count == 0 for row in rows for token_count in row["tokens"])
+    return [f"a run waited {wait:.1f} fair turns, {GOAL:.0f} are promised" for wait in late] + (
+        [f"{idle} runs were never served"] if idle else []
+    )
+
+
+def fair_turns_s(weights: Sequence[float], worker_count: int) -> list[float]:
+    """Compute each run's fair turn in seconds."""
+    return [CapacityRule().slice_s * sum(weights) / (weight * worker_count) for weight in weights]
+
+
+def _measure_case(weights: Sequence[float], settings: Settings) -> dict[str, Any]:
+    turns_s = fair_turns_s(weights, settings.worker_count)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollfab-bench-")))
+        broker = stack.enter_context(EmbeddedBroker.start(directory / "broker"))
+        supervisor = stack.enter_context(Supervisor(directory / "logs"))
+        _start(supervisor, broker.url, len(weights), settings.worker_count)
+        fabric = stack.enter_context(connect(broker.url))
+        runs = [_open(fabric, supervisor, f"run-{index}", weight) for index, weight in enumerate(weights)]
+        looks = _looks(runs, supervisor, broker.url, settings.turn_count * max(turns_s))
+    tokens = [looks[-1][1][run.run_id] - looks[0][1][run.run_id] for run in runs]
+    waits = [wait / turn_s for wait, turn_s in zip(waits_s(looks), turns_s, strict=True)]
+    return {
+        "weights": list(weights),
+        "seconds": looks[-1][0] - looks[0][0],
+        "tokens": tokens,
+        "of_tokens": [
+            count / (sum(tokens) * weight / sum(weights)) for count, weight in zip(tokens, weights, strict=True)
+        ],
+        "longest_wait_s": max(waits_s(looks)),
+        "longest_wait_fair_turns": max(waits),
+        "floor_fair_turns": max(1 - settings.worker_count * weight / sum(weights) for weight in weights),
+    }
+
+
+def _start(supervisor: Supervisor, url: str, run_count: int, worker_count: int) -> None:
+    place = {"ROLLFAB_URL": url}
+    places = str(run_count * SLOT_COUNT * worker_count)
+    roles = {"controller": ["controller"], "agent": ["agent", "--environment", METRONOME, "--count", places]}
+    paced = ["bench", "paced", "--slots", str(SLOT_COUNT), "--context", "512", "--step", str(STEP_S)]
+    for name, words in (roles | {f"worker-{index}": paced for index in range(worker_count)}).items():
+        supervisor.add(name, words, is_restarted=False, environment={**place, "OMP_NUM_THREADS": "1"})
+
+
+def _open(fabric: Fabric, supervisor: Supervisor, name: str, weight: float) -> Run:
+    options = {"turn_count": 1, "completion_tokens": TOKENS, "observation_tokens": 4}
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            run = fabric.run(name, model=MODEL, environment="metronome", environment_options=options, weight=weight)
+        except EnvironmentUnknown:  # no agent is up yet
+            _check_alive(supervisor)
+            if time.monotonic() >= deadline_s:
+                raise
+        else:
+            run.publish(lively_weights(MODEL), version=0)
+            return run
+
+
+def _looks(
+    runs: Sequence[Run], supervisor: Supervisor, url: str, duration_s: float
+) -> list[tuple[float, Mapping[str, int]]]:
+    """Keep all runs at work, and read how many tokens each has, from when all have been served once."""
+    open_counts: defaultdict[str, int] = defaultdict(int)
+    found: list[tuple[float, Mapping[str, int]]] = []
+    start_s = None
+    while start_s is None or time.monotonic() < start_s + duration_s:
+        _check_alive(supervisor)
+        for run in runs:
+            open_counts[run.run_id] -= sum(1 for _ in run.groups(timeout=0.01, count=100))
+            if open_counts[run.run_id] < GROUP_COUNT:
+                open_counts[run.run_id] += len(run.submit([{} for _ in range(GROUP_COUNT)], group_size=GROUP_SIZE))
+        runs_now = with_ports(url, lambda ports: ports.board.survey()).runs
+        tokens = {run.run_id: int(runs_now[run.run_id].counters.get("tokens", 0)) for run in runs}
+        found.append((time.monotonic(), tokens))
+        if start_s is None and any(tokens.values()):
+            start_s, found = time.monotonic(), found[-1:]
+        time.sleep(LOOK_S)
+    return found
+
+
+def waits_s(looks: Sequence[tuple[float, Mapping[str, int]]]) -> list[float]:
+    """Return how long each run was without a new token, at most."""
+    found = []
+    for name in looks[0][1]:
+        since_s, count, longest_s = looks[0][0], looks[0][1][name], 0.0
+        for now_s, tokens in looks:
+            longest_s = max(longest_s, now_s - since_s)
+            if tokens[name] > count:
+                since_s, count = now_s, tokens[name]
+        found.append(longest_s)
+    return found
+
+
+def _check_alive(supervisor: Supervisor) -> None:
+    for name, child in supervisor.children.items():
+        if not child.is_running:
+            raise FabricError(f"the {name} of the bench has ended, its last lines: {child.tail()}")
+
+
+def print_table(report: Report) -> None:
+    found = json.loads(report.json())
+    rows = []
+    for row in found["results"]["rows"]:
+        low, high = min(row["of_tokens"]), max(row["of_tokens"])
+        wait = f"{row['longest_wait_fair_turns']:.2f} ({row['longest_wait_s']:.0f} s)"
+        weights = row["weights"]
+        name = f"{len(weights)} runs, weights {min(weights):g} to {max(weights):g}"
+        rows.append([name, f"{low:.2f} to {high:.2f}", wait, f"{row['floor_fair_turns']:.2f}"])
+    columns = ["", "tokens over its weight's part", "longest wait, fair turns", "floor"]
+    show("rollfab bench sharing", columns, rows, [f"goal: at most {GOAL:.0f}; machine: {found['machine']}"])
