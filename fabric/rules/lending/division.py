@@ -1,12 +1,12 @@
 """Divides workers between the runs of their model, by weight: pure functions of what workers bring and runs need.
 
 - A worker counts by its speed: as many dedicated slots as make the tokens of its slots.
-- A run's share is by weight, but no more than it has work for; the others share what is over (weighted max-min).
-- Where workers cannot be divided by weight, runs take turns: `settle` keeps, for every run, the seconds of a dedicated
-  slot that it is owed, and a worker moves when that makes another run the needier one by nearly what the worker
-  brings in a slice. It stays that long at least: moving costs a weight switch and every cached prefix.
-- A run for whose work one worker is enough has one, whatever it owes, if its share is one: its step waits for the last
-  trajectories. Who comes last in the plan's order moves first, so they stay on dedicated workers, or on fast ones.
+- A run is due its weight's part; of what others have no work for it has its weight's part, too (weighted max-min).
+- Where workers cannot be divided so, runs take turns: `settle` keeps, for every run, the seconds of a dedicated slot
+  that it is owed, and a worker moves when that makes another run the needier one by nearly what the worker brings in a
+  slice. Workers that are alike stay that long at least: moving costs a weight switch and every cached prefix.
+- Nobody is owed what it had no work for, nor owes what nobody else lacked: a run in its tail is in nobody's debt.
+- Who comes last in the plan's order moves first: a run keeps its dedicated workers for its last trajectories.
 - A run without work gives its share up at once, and is owed nothing once it has had none for a while.
 - The cost grows with workers plus moves times kinds of workers (run, slots, speed), not with workers times moves.
 """
@@ -75,33 +75,27 @@ def _lacked(run: RunFacts, offers: Sequence[Offer], due: float) -> float:
 
 
 def shares(runs: Sequence[RunFacts], supply: Sequence[Offer]) -> dict[str, float]:
-    """Divide workers by the runs' weights; what one has no work for is shared by the others.
+    """Compute what each run is due, in dedicated slots: its part by weight, or more where others have less work.
 
-    Work is counted in whole workers of mean speed, as only whole ones can be given; runs of which none has work share
-    by weight alone. Source: weighted max-min fairness (Bertsekas and Gallager, Data Networks, 6.5.2).
-
-    Returns:
-        what each run is due, in dedicated slots.
+    Those parts add up to more than all where a run has little work: it is due its own, and does not ask for it. Work is
+    counted in whole workers, the smallest, as only whole ones can be given; runs of which none has work share by weight
+    alone. Source: weighted max-min fairness (Bertsekas and Gallager, Data Networks, 6.5.2).
     """
-    size = max((offer.slot_count for offer in supply), default=0)
+    unit = _unit(supply)
+    wanted = {run.run_id: unit.power * math.ceil(run.open_count / unit.slot_count) or math.inf for run in runs}
     left, weights = sum(offer.power for offer in supply), sum(run.weight for run in runs)
-    mean, found = _mean_power(supply), {}
-    for run in sorted(runs, key=lambda run: run.open_count / run.weight):
-        wanted = mean * math.ceil(run.open_count / size) if size and run.open_count else math.inf
-        share = min(wanted, left * run.weight / weights)
-        found[run.run_id] = share
-        left, weights = left - share, weights - run.weight
+    found, part = {}, left / max(weights, 1e-9)
+    for run in sorted(runs, key=lambda run: wanted[run.run_id] / run.weight):
+        share = left * run.weight / weights
+        found[run.run_id] = max(part * run.weight, min(wanted[run.run_id], share))
+        left, weights = left - min(wanted[run.run_id], share), weights - run.weight
     return found
 
 
-def _is_small(run: RunFacts, due: float, supply: Sequence[Offer]) -> bool:
-    """Tell whether any one worker has slots for all the work of a run, and the run is due one."""
-    slot_counts = [offer.slot_count for offer in supply if offer.slot_count]
-    return 0 < run.open_count <= min(slot_counts, default=0) and due >= _mean_power(supply)
-
-
-def _mean_power(supply: Sequence[Offer]) -> float:
-    return sum(offer.power for offer in supply) / max(1, sum(offer.slot_count > 0 for offer in supply))
+def _unit(supply: Sequence[Offer]) -> Offer:
+    """Return the fastest of the smallest workers: the least that can be given."""
+    slot_count = min((offer.slot_count for offer in supply if offer.slot_count), default=1)
+    return max((offer for offer in supply if offer.slot_count == slot_count), default=Offer(1))
 
 
 def divide(
@@ -155,7 +149,6 @@ class _Division:
         due = shares(runs, supply)
         self._due = {run.run_id: due[run.run_id] + run.owed * payback for run in runs}
         self._by_id = {run.run_id: run for run in runs}
-        self._small = {run.run_id for run in runs if _is_small(run, due[run.run_id], supply)}
 
     def put(self, worker_id: str, run: RunFacts) -> None:
         """Let a worker serve this run."""
@@ -172,9 +165,9 @@ class _Division:
         insort(self._kinds.setdefault((run.run_id, offer), []), index)
 
     def neediest(self) -> RunFacts:
-        """Return the run that lacks most, among runs that have work for more; a small one comes first."""
+        """Return the run that lacks most, among runs that have work for more."""
         wanting = [run for run in self._runs if run.open_count > self._given[run.run_id]]
-        return max(wanting or self._runs, key=lambda run: (run.run_id in self._small, self._lack(run), run.run_id))
+        return max(wanting or self._runs, key=lambda run: (self._lack(run), run.run_id))
 
     def move(self) -> bool:
         """Move whoever is missed least to where most is lacking; False when that is not worth it."""
@@ -192,10 +185,6 @@ class _Division:
         if own is goal or goal.open_count <= self._given[goal.run_id]:
             return 0.0
         if own.open_count <= self._given[run_id] - offer.slot_count:
-            return math.inf
-        if run_id in self._small:
-            return 0.0
-        if goal.run_id in self._small:
             return math.inf
         return self._lack(goal) - self._lack(own) - offer.power * (1 + STAY_FRACTION)
 

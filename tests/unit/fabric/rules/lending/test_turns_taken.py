@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -147,7 +148,7 @@ def test_workers_of_different_speeds_come_out_by_weight_too(speed: float) -> Non
     assert min(hour.stays, default=RULE.slice_s) >= RULE.slice_s - TICK_S
 
 
-def test_a_run_whose_rest_one_worker_can_take_always_has_one_and_a_dedicated_one() -> None:
+def test_a_run_in_its_tail_always_has_a_worker_and_keeps_the_first_it_has() -> None:
     # Given a run that has had more than its share, and comes to its last trajectories
     def open_count(run_id: str, now_s: float) -> int:
         return 3 if run_id == "a" and now_s >= 60 else 300
@@ -155,8 +156,29 @@ def test_a_run_whose_rest_one_worker_can_take_always_has_one_and_a_dedicated_one
     workers = [*measured(pool(2)), *slow_pool(4, 0.5)]
     hour = live(list(workers), {"a": 1.0, "b": 1.0, "c": 1.0}, open_count=open_count, seconds=300)
     assert hour.longest_s["a"] <= TICK_S
-    for held, kept in (("abaacc", "d0"), ("bbaacc", "s0"), ("bbbccc", "s3")):
-        assert served_by(workers, held, {"a": (3, -400.0), "b": (300, 200.0), "c": (300, 200.0)})["a"] == [kept]
+    for held, kept in (("abaacc", "d0"), ("bbaacc", "s0"), ("bbbccc", "s0")):
+        assert served_by(workers, held, {"a": (3, -40.0), "b": (300, 20.0), "c": (300, 20.0)})["a"] == [kept]
+
+
+@pytest.mark.parametrize("seed", [3, 12, 33, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 60))])
+def test_whatever_workers_and_runs_there_are_nobody_waits_longer_than_three_fair_turns(seed: int) -> None:
+    # Given workers of mixed sizes and speeds, and runs of which some come to their last trajectories
+    dice = random.Random(seed)
+    sizes = [dice.choice([8, 8, 16, 64]) for _ in range(dice.randint(1, 6))]
+    workers = measured([worker for size in sizes for worker in pool(1, size)])
+    for size, speed in [(dice.choice([8, 16]), dice.choice([0.1, 0.25, 0.5, 0.9])) for _ in range(dice.randint(0, 6))]:
+        workers += slow_pool(1, speed, size)
+    workers = [dataclasses.replace(worker, worker_id=f"w{index}") for index, worker in enumerate(workers)]
+    weights = {f"r{index}": dice.choice([0.25, 0.5, 1.0, 2.0, 4.0]) for index in range(dice.randint(2, 10))}
+    counts = {name: dice.choice([300, 300, 20, 3, 1]) for name in weights}
+    # Then each has the largest worker by turns with the others at the latest, by weight
+    power = [worker.slot_count * (worker.slot_tokens_per_s or 0.0) / 40 for worker in workers]
+    parts = {name: weight * sum(power) / sum(weights.values()) for name, weight in weights.items()}
+    turns = {name: RULE.slice_s * max(1.0, max(power) / part) for name, part in parts.items()}
+    hour = live(
+        workers, weights, open_count=lambda name, now_s: counts[name], seconds=min(1200, 4 * max(turns.values()))
+    )
+    assert {name: gap for name, gap in hour.longest_s.items() if gap > 3 * turns[name]} == {}
 
 
 def test_a_worker_that_brings_nothing_now_does_not_move_for_nothing() -> None:
