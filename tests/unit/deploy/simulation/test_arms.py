@@ -27,9 +27,10 @@ from rollfab.fabric.rules.serving.step_time import cold
 from rollfab.workers.rollout import yielding
 from rollfab.workers.serving.device import memory
 from rollfab.workers.serving.guarding import guard
-from tests.support.simulated import SMALL, outcome, run
+from tests.support.simulated import SMALL, arms, outcome, run
 
 CROWDED = replace(SMALL, work=WorkPart(kind="frozenlake", groups=3, group_size=8, steps=1))
+ONE_GROUP = replace(CROWDED, work=replace(CROWDED.work, groups=1))
 BUSY = 0.9  # of serving's capacity: the guard is often shut
 SLO = Slo(ttft_ms=500.0, tpot_ms=150.0)
 
@@ -68,11 +69,11 @@ once = cache(run)  # as many tests compare with the same run, of production's ru
 @pytest.mark.parametrize("name", PLANTS)
 def test_ours_changes_with_a_rule_of_production(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, rule, planted, arm = PLANTS[name]
-    before = outcome(once(arm, CROWDED, load=BUSY))
+    before = outcome(once(arm, ONE_GROUP, load=BUSY))
     assert before["harvested"] > 0
 
     monkeypatch.setattr(module, rule, planted)
-    after = outcome(run(arm, CROWDED, load=BUSY))
+    after = outcome(run(arm, ONE_GROUP, load=BUSY))
 
     assert after != before
     if name in ("the capacity plan", "the guard"):
@@ -211,8 +212,8 @@ def test_trajectories_under_way_are_as_many_as_slots_and_fewer_where_an_arm_says
 
 
 def test_every_arm_runs_and_all_finish_the_same_work() -> None:
-    sync = {name: once(name) for name, arm in ARMS.items() if not arm.is_ahead}
-    assert len({(found.tokens, found.turns) for found in sync.values()}) == 1
+    sync = [once(name) for name in arms(name for name, arm in ARMS.items() if not arm.is_ahead)]
+    assert len({(found.tokens, found.turns) for found in sync}) == 1
 
 
 # ---------------------------------------------------------------- honest or not at all
