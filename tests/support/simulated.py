@@ -18,6 +18,7 @@ from rollfab.deploy.simulation.scenario import ClusterPart, Scenario, ServingPar
 from tests.support.tried import cases
 
 COST = model_of("Qwen3-8B", "h100", 1).cost
+SERVING_COST = model_of("Qwen2.5-7B", "h100", 1).cost
 SMALL = Scenario(
     name="small",
     cluster=ClusterPart(dedicated=1, serving=1, slots=4),

@@ -132,6 +132,24 @@ def test_who_shares_all_without_a_guard_slows_serving_most() -> None:
     assert all_of_them.served.tpot_ms_p50 > ours.served.tpot_ms_p50 > alone.served.tpot_ms_p50
 
 
+@pytest.mark.slow
+def test_the_guard_keeps_the_promise_that_sharing_without_one_breaks() -> None:
+    # Given: nine tenths of what serving can carry, with steps that scatter
+    rough = replace(CROWDED, simulation=replace(CROWDED.simulation, noise=0.1))
+    unguarded, ours = run("share-all", rough, load=BUSY), run("ours", rough, load=BUSY)
+    assert unguarded.served and unguarded.served.attained < 0.9
+    assert ours.served and ours.served.attained >= 0.998
+    assert ours.served.ttft_ms_p99 < SLO.ttft_ms and ours.served.tpot_ms_p99 < SLO.tpot_ms
+    assert ours.harvest > 0.02
+
+
+def test_slack_is_harvested_where_there_is_hardly_any_idle_time() -> None:
+    idle, ours = run("idle-only", CROWDED, load=0.5), run("ours", CROWDED, load=0.5)
+    assert idle.harvest < 0.05
+    assert ours.harvest > 0.3 * ours.spare
+    assert ours.served and ours.served.attained >= 0.998
+
+
 SPARE = replace(  # four serving instances at light load, of which two can carry all
     CROWDED, cluster=replace(SMALL.cluster, serving=4)
 )
