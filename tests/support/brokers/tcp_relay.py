@@ -105,7 +105,7 @@ class Relay:
                 await self._passing.wait()
                 server = await asyncio.open_connection("127.0.0.1", self._target_port)
                 ends.append(server[1])
-                if not self._cut_by and await self._pass_both(reader, writer, server):
+                if await self._pass_both(reader, writer, server):
                     for end in ends:
                         end.close()  # once what was passed on is sent
                     return
