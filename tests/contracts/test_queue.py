@@ -461,16 +461,6 @@ async def test_what_cannot_end_its_agent_is_never_blamed_for_it(world: World) ->
         assert (claim.loss, reaped.ready_count, reaped.dead_count) == (0, 1, 0)
 
 
-async def test_what_waits_for_its_turn_is_never_blamed_for_its_agent(world: World) -> None:
-    await world.rollouts.push([group_of_size("g1", 1)])
-    for _ in range(SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX + 1):
-        (claim,) = await world.trajectories.claim("a1", 1)
-        await world.turns.push("a1", [turn_of(claim)])
-        await expire(world)
-        reaped = await world.trajectories.reap("reaper")
-        assert (claim.loss, reaped.ready_count, reaped.dead_count) == (0, 1, 0)
-
-
 async def test_progress_clears_a_trajectory(world: World) -> None:
     # Given a suspect
     await world.rollouts.push([group_of_size("g1", 1)])
@@ -528,14 +518,6 @@ async def test_among_innocents_the_one_that_ends_its_agents_is_found_and_nobody_
         assert await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
     (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
     assert [failure.trajectory_id for failure in delivery.group.failures] == ["g1.2"]
-
-
-async def test_a_restarted_agent_s_trajectories_are_as_innocent_as_before(world: World) -> None:
-    await world.rollouts.push([group_of_size("g1", 1)])
-    for _ in range(SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX + 1):
-        (claim,) = await world.trajectories.claim("a1", 1)
-        assert claim.loss == 0
-        await world.trajectories.release("a1", [claim])
 
 
 async def test_a_turn_that_ends_every_worker_is_given_up_and_one_whose_tokens_are_saved_is_not(world: World) -> None:
