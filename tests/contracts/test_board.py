@@ -18,7 +18,7 @@ from rollfab.fabric.ports.queue import RunDetails, TrajectoryClaim
 from rollfab.fabric.rules.queue.retries import given_up
 from rollfab.trainer.checks import make_groups
 from tests.contracts.conftest import World
-from tests.support.leases import end_lease, set_lease
+from tests.support.leases import set_lease
 from tests.support.records import rollout_of
 
 
@@ -103,13 +103,6 @@ async def test_a_lease_with_a_time_runs_out_by_the_broker_s_clock(world: World) 
     assert 0 < held.remaining_ms <= 100
     await asyncio.sleep(0.15)
     assert await world.board.heartbeat(info()) is None
-
-
-async def test_an_ended_lease_is_not_brought(world: World) -> None:
-    await set_lease(world.board, lease(7), None)
-    await end_lease(world.board, lease(8))
-    assert await world.board.heartbeat(info()) is None
-    assert await world.board.leases("r1") == {}
 
 
 async def test_one_controller_leads_and_its_successor_has_a_higher_term(world: World) -> None:
@@ -240,12 +233,6 @@ async def test_the_newest_plan_is_kept_whole(world: World) -> None:
     shown = LeasePlan(controller_id="c1", term=1, made_at_ms=7, rows=rows, runs=demand)
     assert await world.board.set_plan(shown)
     assert await world.board.plan() == shown
-
-
-async def test_a_forgotten_worker_is_not_listed(world: World) -> None:
-    await world.board.heartbeat(info())
-    await world.board.forget_worker("w1")
-    assert await world.board.workers() == {}
 
 
 async def test_the_serving_team_s_word_is_kept_with_when_it_was_said(world: World) -> None:

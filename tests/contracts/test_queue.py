@@ -530,14 +530,6 @@ async def test_among_innocents_the_one_that_ends_its_agents_is_found_and_nobody_
     assert [failure.trajectory_id for failure in delivery.group.failures] == ["g1.2"]
 
 
-async def test_a_restarted_agent_s_trajectories_are_as_innocent_as_before(world: World) -> None:
-    await world.rollouts.push([group_of_size("g1", 1)])
-    for _ in range(SUSPECT_LOSS_COUNT + BLAME_COUNT_MAX + 1):
-        (claim,) = await world.trajectories.claim("a1", 1)
-        assert claim.loss == 0
-        await world.trajectories.release("a1", [claim])
-
-
 async def test_a_turn_that_ends_every_worker_is_given_up_and_one_whose_tokens_are_saved_is_not(world: World) -> None:
     # Given two turns, one of which makes tokens
     await world.rollouts.push([group_of_size("g1", 2)])

@@ -208,19 +208,6 @@ async def test_what_is_published_is_read_back(store: WeightStore) -> None:
     np.testing.assert_array_equal((await fetch_weights(store, RUN))["w"], trainer.bits["w"].reshape(3, 1000))
 
 
-async def test_every_version_held_can_be_read(store: WeightStore) -> None:
-    trainer = Trainer(await store.open_publisher(RUN))
-    states = []
-    for version in range(4):
-        await publish(store, trainer, version)
-        states.append(trainer.bits["w"].copy())
-
-    for version, state in enumerate(states):
-        np.testing.assert_array_equal((await fetch_weights(store, RUN, version))["w"].reshape(-1), state)
-    with pytest.raises(VersionUnknown, match="held are 0-3"):
-        await fetch_weights(store, RUN, 4)
-
-
 async def test_nothing_is_the_head_before_it_is_advanced(store: WeightStore) -> None:
     trainer = Trainer(await store.open_publisher(RUN))
     await write(store, trainer.prepare(0))

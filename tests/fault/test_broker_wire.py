@@ -14,7 +14,7 @@ from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.opened import RedisFabric
 from tests.support.brokers.port_life import GROUP_SIZE, TURN_COUNT, Life, group_of
 from tests.support.brokers.redis_server import RedisServer, redis_server
-from tests.support.brokers.tcp_relay import tcp_relay
+from tests.support.brokers.tcp_relay import Relay
 from tests.support.until import until
 
 pytestmark = [pytest.mark.fault, pytest.mark.redis, pytest.mark.timeout(60)]
@@ -39,7 +39,7 @@ async def test_connections_cut_in_the_middle_of_anything_lose_and_double_nothing
     def lifetime() -> int:
         return int(200 * 200 ** dice.random())
 
-    async with tcp_relay(server.port) as relay:
+    async with Relay(server.port) as relay:
         setattr(relay, "request_bytes" if way == "requests" else "reply_bytes", lifetime)
         # When groups go through all their states over it
         async with await RedisFabric.open(relay.url, client_name="test") as fabric:
@@ -55,7 +55,7 @@ async def test_connections_cut_in_the_middle_of_anything_lose_and_double_nothing
 
 @pytest.mark.parametrize("way", ["request_delay_s", "reply_delay_s"])
 async def test_a_slow_wire_loses_and_doubles_nothing(server: RedisServer, way: str) -> None:
-    async with tcp_relay(server.port) as relay:
+    async with Relay(server.port) as relay:
         setattr(relay, way, 0.03)
         async with await RedisFabric.open(relay.url, client_name="test") as fabric:
             tally = await Life(fabric, RUN).play(8)
@@ -66,7 +66,7 @@ async def test_a_slow_wire_loses_and_doubles_nothing(server: RedisServer, way: s
 
 
 async def test_a_wire_that_stops_for_longer_than_a_claim_lasts_loses_and_doubles_nothing(server: RedisServer) -> None:
-    async with tcp_relay(server.port) as relay, await RedisFabric.open(relay.url, client_name="test") as fabric:
+    async with Relay(server.port) as relay, await RedisFabric.open(relay.url, client_name="test") as fabric:
         playing = asyncio.create_task(Life(fabric, RUN).play(60))
         await asyncio.sleep(0.3)
         relay.reply_delay_s = 3.0

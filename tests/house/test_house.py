@@ -27,6 +27,7 @@ FUNCTION_LINE_COUNT_MAX = 70
 INIT_LINE_COUNT_MAX = 40
 LUA_LINE_COUNT_MAX = 60
 FOLDER_FILE_COUNT_MAX = 15
+PARTS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler)
 GENERATED = {"__pycache__", ".venv", ".venv-arq", ".venv-clients", ".git", "build", "dist"}
 
 
@@ -61,6 +62,12 @@ def room_files(suffix: str = "") -> list[Path]:
 @cache
 def tree(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(), filename=str(path))
+
+
+@cache
+def parts(path: Path) -> tuple[ast.AST, ...]:
+    """What tests of many sources look for: imports, functions, handlers of exceptions."""
+    return tuple(node for node in ast.walk(tree(path)) if isinstance(node, PARTS))
 
 
 def line_count(path: Path) -> int:
@@ -109,7 +116,7 @@ def test_imports_inside_the_rooms_are_relative() -> None:
     offences = [
         f"{path}:{node.lineno} imports {name}"
         for path in room_files(".py")
-        for node in ast.walk(tree(path))
+        for node in parts(path)
         for name in absolute_imports(node)
         if name.split(".")[0] in {"rollfab", *ROOMS}
     ]
@@ -158,7 +165,7 @@ def test_no_function_is_longer_than_a_screen() -> None:
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Name and number of lines of each function, docstring included."""
-    for node in ast.walk(tree(path)):
+    for node in parts(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield node.name, node.end_lineno - node.lineno + 1
@@ -195,7 +202,7 @@ def test_whoever_catches_everything_says_why_or_raises_it_on() -> None:
         if path.suffix != ".py" or path.parts[0] not in ROOMS:
             continue
         lines = (ROOT / path).read_text().splitlines()
-        for node in ast.walk(tree(path)):
+        for node in parts(path):
             if isinstance(node, ast.ExceptHandler) and (
                 node.type is None
                 or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"))

@@ -12,6 +12,7 @@ import pytest
 
 from tests.again import VARIABLE
 from tests.parts import MARGIN, PARTS, Part, main, run
+from tests.support.tried import cases
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
@@ -116,7 +117,7 @@ FAULTS = {  # what else is there → its file
 }
 
 
-@pytest.mark.parametrize("fault", ["", *FAULTS])
+@pytest.mark.parametrize("fault", cases(["", *FAULTS], 2))
 def test_what_fails_beside_others_is_played_again_alone_and_named_and_a_fault_stays_one(
     fault: str, tmp_path: Path
 ) -> None:

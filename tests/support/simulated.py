@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,8 +15,10 @@ from rollfab.deploy.simulation.machine.turns import Batch, GroupState, Trajector
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan
 from rollfab.deploy.simulation.run import Run, simulate
 from rollfab.deploy.simulation.scenario import ClusterPart, Scenario, ServingPart, TrainerPart, WorkPart
+from tests.support.tried import cases
 
 COST = model_of("Qwen3-8B", "h100", 1).cost
+SERVING_COST = model_of("Qwen2.5-7B", "h100", 1).cost
 SMALL = Scenario(
     name="small",
     cluster=ClusterPart(dedicated=1, serving=1, slots=4),
@@ -23,6 +26,12 @@ SMALL = Scenario(
     work=WorkPart(kind="frozenlake", groups=4, group_size=4, steps=1),
     trainer=TrainerPart(train_s=10.0),
 )
+
+
+def arms(names: Iterable[str]) -> list[str]:
+    """Return all arms, or in a look three that differ in nearly everything."""
+    unlike = ("fixed", "rose", "ours")
+    return cases(sorted(names, key=lambda name: name not in unlike), len(unlike))
 
 
 def run(arm: str, scenario: Scenario = SMALL, *, load: float = 0.25, seed: int = 0) -> Run:

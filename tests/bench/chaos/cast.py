@@ -22,8 +22,8 @@ from rollfab.fabric.broker.embedded import EmbeddedBroker, free_port
 from rollfab.fabric.contract.errors import BrokerError, FabricError
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.opened import RedisFabric
+from tests.support.brokers.tcp_relay import Relay
 
-from .relay import Relay
 from .schedule import BROKER
 from .trainer import RUN_ID, journal_path
 

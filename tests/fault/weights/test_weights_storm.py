@@ -20,8 +20,8 @@ import pytest
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.opened import RedisFabric
-from tests.bench.chaos.relay import Relay
 from tests.fault.weights.weights_processes import FORKS, RUN, read_journal, receive, train
+from tests.support.brokers.tcp_relay import Relay
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.long, pytest.mark.redis]
 

@@ -43,14 +43,6 @@ async def test_a_broker_without_aof_is_used_with_a_warning(tmp_path: Path, caplo
     assert "broker.not_durable" in caplog.messages
 
 
-async def test_a_broker_that_may_evict_is_refused(tmp_path: Path) -> None:
-    with redis_server(tmp_path, "maxmemory 50mb", "maxmemory-policy allkeys-lru") as server:
-        client = await connect(server.url)
-        with pytest.raises(BrokerError, match=r"allkeys-lru.*set maxmemory-policy noeviction"):
-            await check_broker(client)
-        await client.aclose()
-
-
 async def test_a_replica_is_refused(tmp_path: Path) -> None:
     with redis_server(tmp_path, "replicaof 127.0.0.1 1") as server:
         client = await connect(server.url)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from redis.crc import key_slot
 
@@ -16,13 +15,10 @@ from rollfab.fabric.broker.clients.waiting import first_found
 from rollfab.fabric.broker.connection import check_broker, open_broker
 from rollfab.fabric.contract.errors import BrokerError, ConfigError
 from rollfab.fabric.contract.records import RunConfig
-from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import CONSUMER_GROUP_TRAINER, RunShards
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
-from rollfab.fabric.versions.reader import fetch_weights
-from rollfab.fabric.versions.snapshot import Identity, Snapshot
 from rollfab.workers.rewards.jobs import check_queue, enqueue, open_queue
 from tests.support.brokers.port_life import Life
 from tests.support.brokers.redis_cluster import RedisCluster, redis_cluster
@@ -118,25 +114,6 @@ async def test_rewards_need_a_queue_that_is_no_cluster_and_the_url_can_name_one(
         enqueue(queue, "score", "r2", [["g1.0", 1]])
         assert ask(server, "EXISTS", "rq:queue:rollfab") == 1
         queue.connection.close()
-
-
-async def test_weights_are_published_and_fetched_on_a_cluster(cluster: RedisCluster) -> None:
-    cluster.flush()
-    bits = {"w": np.arange(5000, dtype=np.uint16)}
-    async with await RedisFabric.open(cluster.url, client_name="test") as fabric:
-        await fabric.board.create_run(RUN)
-        epoch = await fabric.weights.open_publisher(RUN.run_id)
-        snapshot = Snapshot(Layout((TensorSpec("w", "bfloat16", (5000,)),)), bits)
-        made = snapshot.prepare_keyframe(Identity(run_id=RUN.run_id, epoch=epoch, version=0))
-        waiting = asyncio.create_task(fabric.weights.wait_head(RUN.run_id, -1, 5.0))
-        await fabric.weights.put_chunks(made.manifest, 0, made.chunks)
-        await fabric.weights.put_manifest(made.manifest)
-        await fabric.weights.advance_head(made.manifest, RUN.shard_count)
-
-        assert (await waiting).version == 0
-        assert (await fabric.board.run_status(RUN.run_id)).head_version == 0
-        found = await fetch_weights(fabric.weights, RUN.run_id, None)
-        assert found["w"].tolist() == bits["w"].tolist()
 
 
 async def test_a_wait_over_several_slots_ends_with_the_first_that_has_something(client: ClusterClient) -> None:

@@ -21,8 +21,9 @@ from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rewards.jobs import enqueue, open_queue
 from tests.standin.fabric import StandInFabric
+from tests.support.brokers.certificates import Certificate, make_certificate
 from tests.support.brokers.redis_server import RedisServer, redis_server
-from tests.support.brokers.tls_relay import Certificate, make_certificate, tls_relay
+from tests.support.brokers.tcp_relay import Relay
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
 
@@ -60,8 +61,8 @@ async def refused(target: str) -> BrokerError:
 
 
 async def test_work_and_weights_pass_through_tls(server: RedisServer, certificate: Certificate) -> None:
-    async with tls_relay(certificate, server.port) as port:
-        where = url(port, certificate.authority)
+    async with Relay(server.port, tls=certificate.context()) as relay:
+        where = url(relay.port, certificate.authority)
         async with await RedisFabric.open(where, client_name="test") as fabric:
             await fabric.board.create_run(RunConfig(run_id="r1", model="tiny", environment="e"))
             weights = {"w": np.arange(1 << 18, dtype=np.float32)}
@@ -70,8 +71,8 @@ async def test_work_and_weights_pass_through_tls(server: RedisServer, certificat
 
 
 async def test_reward_jobs_pass_through_tls(server: RedisServer, certificate: Certificate) -> None:
-    async with tls_relay(certificate, server.port) as port:
-        queue = open_queue(url(port, certificate.authority))
+    async with Relay(server.port, tls=certificate.context()) as relay:
+        queue = open_queue(url(relay.port, certificate.authority))
         await asyncio.to_thread(enqueue, queue, "score", "r1", [])
         assert await asyncio.to_thread(lambda: queue.count) == 1
         await asyncio.to_thread(queue.connection.close)
@@ -81,9 +82,9 @@ async def test_a_certificate_of_an_unknown_authority_is_not_trusted(
     server: RedisServer, certificate: Certificate, directory: Path
 ) -> None:
     other = make_certificate(directory, "localhost", authority="another-ca")
-    async with tls_relay(other, server.port) as port:
+    async with Relay(server.port, tls=other.context()) as relay:
         for authority in (None, certificate.authority):
-            error = await refused(url(port, authority))
+            error = await refused(url(relay.port, authority))
             assert error.facts["reason"] == "tls"
             assert "add ?ssl_ca_certs=/path/to/ca.pem to the URL" in str(error)
 
@@ -92,8 +93,8 @@ async def test_a_certificate_for_another_name_is_not_trusted(
     server: RedisServer, certificate: Certificate, directory: Path
 ) -> None:
     other = make_certificate(directory, "elsewhere.example")
-    async with tls_relay(other, server.port) as port:
-        error = await refused(url(port, other.authority))
+    async with Relay(server.port, tls=other.context()) as relay:
+        error = await refused(url(relay.port, other.authority))
     assert error.facts["reason"] == "tls"
     assert "use the host name the certificate was made for" in str(error)
 
@@ -101,8 +102,8 @@ async def test_a_certificate_for_another_name_is_not_trusted(
 async def test_speaking_plain_to_a_tls_port_says_which_scheme_it_takes(
     server: RedisServer, certificate: Certificate
 ) -> None:
-    async with tls_relay(certificate, server.port) as port:
-        error = await refused(url(port, None, scheme="redis"))
+    async with Relay(server.port, tls=certificate.context()) as relay:
+        error = await refused(url(relay.port, None, scheme="redis"))
     assert error.facts["reason"] == "tls"
     assert "speaks TLS on this port: write rediss:// instead of redis://" in str(error)
 

@@ -28,17 +28,6 @@ def asked(queue: Queue) -> list[list[object]]:
     return [row for job in queue_of(queue, "run").jobs for row in job.args[1]]
 
 
-async def test_rewards_asked_for_together_travel_in_one_job(queue: Queue) -> None:
-    asker = RewardAsker(partial(queue_of, queue), SystemClock())
-
-    for index in range(5):
-        await asker.ask("run", f"group.{index}", 1)
-    await asyncio.sleep(0.3)
-
-    assert len(queue_of(queue, "run").jobs) == 1
-    assert asked(queue) == [[f"group.{index}", 1] for index in range(5)]
-
-
 async def test_a_reward_asked_for_while_the_broker_is_slow_is_not_forgotten(queue: Queue) -> None:
     # Given an asker whose first job is held up at the broker
     asker = RewardAsker(partial(queue_of, queue), SystemClock())

@@ -121,7 +121,7 @@ def test_any_bytes_are_answered_or_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", WHOLE)
-@pytest.mark.parametrize("depth", [100, 240, 300, 900])
+@pytest.mark.parametrize("depth", [240, 300, 900])
 def test_a_deep_value_is_answered_or_refused(path: str, depth: int) -> None:
     deep = json.loads("[" * depth + "]" * depth)
     for holder, key in spots(body := json.loads(json.dumps(WHOLE[path]))):

@@ -17,6 +17,7 @@ from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan,
 from tests.sim import world
 from tests.sim.options import Options, draw
 from tests.sim.world import Outcome, World, simulate
+from tests.support.tried import cases
 
 CALM = replace(
     draw(1),
@@ -54,10 +55,10 @@ CALM = replace(
     kills=False,
 )
 OTHERS = {
-    "turns queue for few slots": {},
-    "slots are plenty": {"slot_count": 16},
-    "tools take longer than turns": {"pace_s": 0.9, "tokens": 12},
     "one worker": {"dedicated_count": 1, "slot_count": 8},
+    "slots are plenty": {"slot_count": 16},
+    "turns queue for few slots": {},
+    "tools take longer than turns": {"pace_s": 0.9, "tokens": 12},
     "long turns": {"tokens": 96, "turns": 2},
     "fewer environments than slots": {"environment_count": 3, "slot_count": 8},
 }
@@ -130,7 +131,7 @@ def predicted_s(outcome: Outcome, options: Options, life_s: float = 0.0, away_s:
     return ended[0]
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", cases(OTHERS, 2))
 def test_a_calm_run_of_the_fabric_takes_as_long_as_the_simulated_one(name: str) -> None:
     options = replace(CALM, **OTHERS[name])
     outcome = simulate(options)
@@ -160,9 +161,9 @@ class Mortal(World):
         self.crash(victim, after_s=self.back_s)
 
 
-@pytest.mark.parametrize("back_s", [1e6, 6.0])
-@pytest.mark.parametrize("dies_at_s", [4.0, 6.3])
-@pytest.mark.parametrize("name", ["long turns", "turns queue for few slots"])
+@pytest.mark.parametrize("back_s", cases([6.0, 1e6], 1))
+@pytest.mark.parametrize("dies_at_s", cases([4.0, 6.3], 1))
+@pytest.mark.parametrize("name", cases(["turns queue for few slots", "long turns"], 1))
 def test_a_run_whose_worker_is_killed_takes_as_long_as_the_simulated_one(
     name: str, dies_at_s: float, back_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

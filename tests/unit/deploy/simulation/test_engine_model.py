@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollfab.deploy.replay.figures import percentile
+from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.replay.scale import at_rate, window
 from rollfab.deploy.replay.traces import load_trace
 from rollfab.deploy.simulation.machine.books import Broken
-from rollfab.deploy.simulation.machine.cost import model_of
 from rollfab.deploy.simulation.machine.events import Events
 from rollfab.deploy.simulation.machine.serving import ServingSide, served
 from rollfab.deploy.simulation.machine.turns import Turn
 from rollfab.fabric.rules.serving.facts import Slo, StepWork
-from tests.support.one_gpu.arms import Unguarded
-from tests.support.one_gpu.world import World, simulate
-from tests.support.simulated import COST, Lone
+from tests.support.simulated import COST, SERVING_COST, Lone
 
 CHUNK = 2048
 WARM_S = 8.0  # until prompts are read
@@ -109,13 +110,65 @@ def test_a_full_batch_makes_more_tokens_a_second_than_one_turn_but_each_is_slowe
     assert alone.ended[0, 0][0] < full.ended[0, 0][0] < 4 * alone.ended[0, 0][0]
 
 
+@dataclass
+class Asked:
+    """A serving request: its prompt's tokens that are read, its answer's that are made, and when."""
+
+    arrival: Arrival
+    read: int = 0
+    made: int = 0
+    first_s: float = 0.0
+    ended_s: float = 0.0
+
+
+def serving_step_s(asked: list[Asked]) -> float:
+    """How long serving's next step takes, which reads what it can of the prompts behind its decodes."""
+    decoding = [each for each in asked if each.made]
+    room, prefill, attention = CHUNK - len(decoding), 0, 0.0
+    context = sum(each.read + each.made for each in decoding)
+    for each in asked:
+        part = min(room - prefill, each.arrival.prompt_tokens - each.read)
+        attention += part * (each.read + part / 2)
+        each.read += part
+        prefill += part
+    work = StepWork(prefill_tokens=prefill, decode_count=len(decoding), context_tokens=context)
+    return SERVING_COST.seconds(work, attention)
+
+
+def shared_by_single_steps(load: list[Arrival], span_s: float) -> tuple[float, list[Asked]]:
+    """A step of each engine in turn, while both have work: rollouts' part of the time, and what became of requests."""
+    now_s = rollout_s = 0.0
+    asked, is_servings_turn = [Asked(each) for each in load], True
+    rollout_step_s = COST.seconds(StepWork(decode_count=16, context_tokens=16 * 8192), 0.0)
+    while now_s < span_s or not all(each.ended_s for each in asked):
+        there = [each for each in asked if each.arrival.at_s <= now_s and not each.ended_s]
+        if not there or not is_servings_turn:
+            now_s += rollout_step_s
+            rollout_s += rollout_step_s if now_s < span_s else 0.0
+        else:
+            now_s += serving_step_s(there)
+            for each in (each for each in there if each.read == each.arrival.prompt_tokens):
+                each.made += 1
+                each.first_s = each.first_s or now_s
+                each.ended_s = now_s if each.made == each.arrival.completion_tokens else 0.0
+        is_servings_turn = not is_servings_turn
+    return rollout_s / span_s, asked
+
+
+def test_step_times_are_those_of_the_measured_tables() -> None:
+    # Then: prompts of 512 and 2048 tokens; 16 sequences of 2,048 tokens; in ms, with what a CPU adds
+    prompts = [1e3 * SERVING_COST.seconds(StepWork(prefill_tokens=n), n * n / 2) for n in (512, 2048)]
+    decode = 1e3 * SERVING_COST.seconds(StepWork(decode_count=16, context_tokens=16 * 2048), 0.0)
+    assert prompts == pytest.approx([12 + 1.5, 42 + 1.5], rel=0.07)
+    assert decode == pytest.approx(6.9 + 1.5 + 16 * 0.05, rel=0.07)
+
+
 def test_a_shared_gpu_is_as_one_simulated_step_by_step() -> None:
-    """tests/support/one_gpu has engines of its own, which do each step by itself."""
     span_s = 75.0
     load = at_rate(window(load_trace("azure-conv"), 0.0, span_s), 9.0, span_s=span_s, seed=0)
-    by_steps = simulate(load, span_s, Unguarded(), World(noise=0.0, is_paced=False))
+    expected_share, asked = shared_by_single_steps(load, span_s)
 
-    world = Lone(slots=16, serving=ServingSide(model_of("Qwen2.5-7B", "h100", 1).cost, 400_000))
+    world = Lone(slots=16, serving=ServingSide(SERVING_COST, 400_000))
     for number in range(16):
         world.engine.begin(world.turn(number, 7100, 1_000_000))  # 8,192 tokens of context, in the mean
     for each in load:
@@ -130,10 +183,12 @@ def test_a_shared_gpu_is_as_one_simulated_step_by_step() -> None:
     ours = served(world.engine.serving.requests, Slo(ttft_ms=500.0, tpot_ms=150.0), WARM_S + 2 * span_s)
 
     assert ours is not None
-    assert share == pytest.approx(by_steps.harvest, rel=0.1)
-    assert ours.tpot_ms_p50 == pytest.approx(by_steps.tpot_ms_p50, rel=0.1)
-    assert ours.tpot_ms_p99 == pytest.approx(by_steps.tpot_ms_p99, rel=0.15)
-    assert ours.ttft_ms_p99 == pytest.approx(by_steps.ttft_ms_p99, rel=0.15)
+    tpots = [1e3 * (each.ended_s - each.first_s) / (each.made - 1) if each.made > 1 else 0.0 for each in asked]
+    assert share == pytest.approx(expected_share, rel=0.1)
+    assert ours.tpot_ms_p50 == pytest.approx(percentile(tpots, 0.5), rel=0.1)
+    assert ours.tpot_ms_p99 == pytest.approx(percentile(tpots, 0.99), rel=0.15)
+    ttfts = [1e3 * (each.first_s - each.arrival.at_s) for each in asked]
+    assert ours.ttft_ms_p99 == pytest.approx(percentile(ttfts, 0.99), rel=0.15)
 
 
 def test_a_context_that_is_cached_is_not_read_again() -> None:

@@ -16,7 +16,7 @@ from rollfab.deploy.simulation.machine.workload import draw_step
 from rollfab.deploy.simulation.run import SEEDS_APART, setup_of
 from rollfab.deploy.simulation.scenario import FailuresPart, RunsPart, Scenario
 from rollfab.fabric.rules.lending import capacity, division
-from tests.support.simulated import SMALL, outcome, run
+from tests.support.simulated import SMALL, arms, outcome, run
 
 WEIGHTS = (2.0, 1.0)
 BOTH = replace(
@@ -25,7 +25,8 @@ BOTH = replace(
     work=replace(SMALL.work, groups=6),
     runs=RunsPart(weights=WEIGHTS),
 )
-MORTAL = replace(BOTH, failures=FailuresPart(hours_between=0.01, back_s=10.0))
+LITTLE = replace(BOTH, work=replace(BOTH.work, groups=3))
+MORTAL = replace(LITTLE, failures=FailuresPart(hours_between=0.01, back_s=10.0))
 FAIR_TURNS_MAX = 3.0  # as production promises: tests/unit/fabric/rules/lending/test_turns_taken.py
 
 once = cache(run)
@@ -52,8 +53,8 @@ def test_each_run_has_its_weights_part_and_nobody_waits_for_long() -> None:
     assert found.step_s == pytest.approx(sum(each.step_s for each in found.shared) / 2)
 
 
-@pytest.mark.parametrize("arm", [name for name, arm in ARMS.items() if arm.can_share and not arm.is_ahead])
-@pytest.mark.parametrize("scenario", [BOTH, MORTAL], ids=["calm", "mortal"])
+@pytest.mark.parametrize("arm", arms(name for name, arm in ARMS.items() if arm.can_share and not arm.is_ahead))
+@pytest.mark.parametrize("scenario", [LITTLE, MORTAL], ids=["calm", "mortal"])
 def test_all_work_of_all_runs_is_done_once(arm: str, scenario: Scenario) -> None:
     assert once(arm, scenario).tokens == tokens(scenario)  # and the books were checked
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,19 +24,20 @@ from tests.support.simulated import SMALL, outcome, run
 SLACK = 1e-6  # of an instance's seconds, by rounding and by what a stretch's growth moves between its two engines
 
 
-def watched(arm: str) -> Timeline:
-    """The time line of a small run, which is the run that it is without one."""
+@cache
+def watched(arm: str) -> tuple[Run, Timeline]:
+    """A small run, which is the run that it is without a time line, and its time line."""
     timeline = Timeline()
     found = simulate(SMALL, arm, load=0.25, seed=0, timeline=timeline)
     bare = run(arm)
     assert outcome(replace(found, events=0)) == outcome(replace(bare, events=0))
     assert {round(after.at_s - before.at_s, 6) for before, after in pairwise(timeline.moments)} == {SAMPLE_S}
-    return timeline
+    return found, timeline
 
 
 @pytest.mark.parametrize("arm", ["ours", "share-all", "rose"])
 def test_no_instance_is_ever_used_for_longer_than_time_passed(arm: str) -> None:
-    timeline = watched(arm)
+    _, timeline = watched(arm)
     for before, after in pairwise(timeline.moments):
         own_s, lent_s, serving_s = (
             getattr(after, name) - getattr(before, name) for name in ("own_s", "lent_s", "serving_s")
@@ -48,7 +50,7 @@ def test_no_instance_is_ever_used_for_longer_than_time_passed(arm: str) -> None:
 
 
 def test_minutes_have_the_p99_of_the_requests_that_came_in_them() -> None:
-    timeline = watched("fixed")
+    _, timeline = watched("fixed")
     rows = by_minute(timeline.requests, 1e6)
     assert [at_s for at_s, _, _ in rows] == [60.0 * n for n in range(len(rows))]
     assert all(0 < tpot_ms < ttft_ms < 500 for _, ttft_ms, tpot_ms in rows)
@@ -58,10 +60,7 @@ def test_the_file_has_every_table_and_a_figure_of_each_arm(tmp_path: Path) -> No
     scenario = replace(
         SMALL, name="<b>small</b>", simulation=replace(SMALL.simulation, arms=("fixed", "ours"), seeds=(0,))
     )
-    shown = []
-    for arm in scenario.simulation.arms:
-        timeline = Timeline()
-        shown.append((simulate(scenario, arm, load=0.25, seed=0, timeline=timeline), timeline))
+    shown = [watched(arm) for arm in scenario.simulation.arms]
     path = tmp_path / "report.html"
     write_page(results(scenario, [each for each, _ in shown]), shown, path)
     text = path.read_text("utf-8")

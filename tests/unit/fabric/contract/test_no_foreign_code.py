@@ -80,7 +80,7 @@ def _imports(node: ast.AST) -> Iterator[str]:
 def _calls(node: ast.AST) -> Iterator[str]:
     if not isinstance(node, ast.Call):
         return
-    text = ast.unparse(node.func)
+    text = _dotted(node.func)
     last = text.rsplit(".", 1)[-1]
     if text in CALLS or text.startswith("builtins.") or last in METHODS:
         yield last
@@ -93,6 +93,13 @@ def _calls(node: ast.AST) -> Iterator[str]:
                 yield f"{last} without {argument}={value}"
     if any(each.arg == "shell" and not _is_false(each.value) for each in node.keywords):
         yield "shell="
+
+
+def _dotted(function: ast.expr) -> str:
+    """What is called, without what stands in front of the last names."""
+    if isinstance(function, ast.Attribute):
+        return f"{_dotted(function.value)}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else "()"
 
 
 def _is_false(value: ast.expr) -> bool:

@@ -139,6 +139,17 @@ async def opened(desk: Desk) -> Opened:
     return await desk.open("r1", wait_s=5.0)
 
 
+@contextlib.asynccontextmanager
+async def one_session(*, answers: bool = True, **settings: Any) -> AsyncIterator[tuple[Gateway, Any]]:
+    """A session, open, of a gateway that answers its calls, or leaves them until it has a policy."""
+    gateway = Gateway(**settings)
+    await gateway.begin()
+    if not answers:
+        gateway.policy = None
+    async with gateway.up() as desk:
+        yield gateway, (await opened(desk)).session
+
+
 def content(reply: Reply) -> list[Any]:
     return [each.message.get("content") for each in reply.completions]
 
@@ -182,10 +193,7 @@ async def test_a_session_s_calls_become_a_token_exact_rollout() -> None:
 
 
 async def test_tools_samples_edits_and_text_are_branches_of_one_rollout() -> None:
-    gateway = Gateway()
-    await gateway.begin()
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session() as (gateway, session):
         gateway.policy = lambda job: [CALL_ID, END]
         call = (await session.ask(Call(messages=[user("q")], tools=[LOOK]))).completions[0]
         assert call.finish == "tool_calls"
@@ -215,11 +223,7 @@ async def test_tools_samples_edits_and_text_are_branches_of_one_rollout() -> Non
 
 
 async def test_who_comes_back_gets_the_answer_and_who_asks_again_another_one() -> None:
-    gateway = Gateway()
-    await gateway.begin()
-    gateway.policy = None
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session(answers=False) as (gateway, session):
         call = Call(messages=[user("hi")])
         # Given a call whose client goes away before the answer is there
         asking = asyncio.create_task(session.ask(call))
@@ -245,11 +249,7 @@ async def test_who_comes_back_gets_the_answer_and_who_asks_again_another_one() -
 
 async def test_a_call_that_nobody_waits_for_frees_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "RETURN_S", 0.01)
-    gateway = Gateway()
-    await gateway.begin()
-    gateway.policy = None
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session(answers=False) as (gateway, session):
         call = Call(messages=[user("hi")], count=2)
         asking = asyncio.create_task(session.ask(call))
         await until(lambda: len(gateway.jobs) == 2)
@@ -332,10 +332,7 @@ async def test_a_lost_claim_ends_the_session_and_its_key() -> None:
 async def test_what_cannot_be_asked_for_is_refused_and_costs_nothing(
     call: Call, error: type[Exception], told: str
 ) -> None:
-    gateway = Gateway()
-    await gateway.begin()
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session() as (_, session):
         with pytest.raises(error, match=told):
             await session.ask(call)
         assert content(await session.ask(Call(messages=[user("hi")]))) == ["hi/0"]
@@ -349,10 +346,7 @@ async def test_how_tools_are_to_be_called_is_part_of_what_is_asked_for(monkeypat
     monkeypatch.setattr(ChatTemplate, "tag", tag)
     free = Call(messages=[user("hi")], tools=[LOOK], is_repeated=True)
     named = dataclasses.replace(free, choice=ToolChoice(is_forced=True, name="look"))
-    gateway = Gateway()
-    await gateway.begin()
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session() as (gateway, session):
         # When the same messages are asked with and without a choice, then only the same choice is a repetition
         replies = [await session.ask(each) for each in (free, named, free, named)]
         assert [text[-1:] for each in replies for text in content(each)] == ["0", "1", "0", "1"]
@@ -379,10 +373,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 async def test_values_nested_as_deeply_as_a_request_may_be_are_rendered_or_refused() -> None:
-    gateway = Gateway()
-    await gateway.begin()
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session() as (_, session):
         await session.ask(Call(messages=[user("x")], options=nested(250)))
         for depth, is_taken in ((150, True), (450, False)):  # a text's depth is bounded by no reader of requests
             function = {"name": "look", "arguments": json.dumps(nested(depth))}
@@ -476,11 +467,7 @@ async def test_huge_requests_of_all_sessions_are_rendered_one_at_a_time(monkeypa
 
 async def test_turns_are_bounded_and_so_are_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "CALL_COUNT_MAX", 2)
-    gateway = Gateway(turn_count_max=3)
-    await gateway.begin()
-    gateway.policy = None
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session(turn_count_max=3, answers=False) as (gateway, session):
         asking = [asyncio.create_task(session.ask(Call(messages=[user(text)]))) for text in "ab"]
         await until(lambda: len(gateway.jobs) == 2)
         with pytest.raises(QueueFull, match="2 calls under way") as busy:
@@ -517,11 +504,7 @@ async def test_turns_that_an_earlier_life_asked_for_count_though_nobody_knew_of_
 
 
 async def test_an_engine_that_refuses_or_fails_is_told_of_and_may_be_asked_again() -> None:
-    gateway = Gateway()
-    await gateway.begin()
-    gateway.policy = None
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session(answers=False) as (gateway, session):
         for reason, error in (("refused", EngineUnsupported), ("error", EngineError)):
             asking = asyncio.create_task(session.ask(Call(messages=[user("hi")])))
             await until(lambda: bool(gateway.held))
@@ -537,10 +520,7 @@ async def test_an_engine_that_refuses_or_fails_is_told_of_and_may_be_asked_again
 
 
 async def test_a_session_ends_with_calls_and_a_reward_or_says_why_it_failed() -> None:
-    gateway = Gateway(attempt_count_max=1)
-    await gateway.begin()
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session(attempt_count_max=1) as (gateway, session):
         with pytest.raises(InputError, match="without a call to the model"):
             await session.end()
         await session.ask(Call(messages=[user("hi")]))
@@ -582,10 +562,7 @@ async def test_who_lost_the_answer_to_its_end_may_ask_again_how_it_ended(monkeyp
 
 
 async def test_an_end_that_is_repeated_while_it_is_recorded_is_one_end() -> None:
-    gateway = Gateway()
-    await gateway.begin()
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session() as (gateway, session):
         await session.ask(Call(messages=[user("hi")]))
         session.reward(1)
         await asyncio.gather(session.end(), session.end())
@@ -607,10 +584,7 @@ async def test_an_end_that_was_not_recorded_is_not_said_to_be() -> None:
 
 
 async def test_a_reward_function_scores_what_sessions_made() -> None:
-    gateway = Gateway(reward="success")
-    await gateway.begin()
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session(reward="success") as (gateway, session):
         await session.ask(Call(messages=[user("hi")]))
         await session.end()
         (rollout,) = (await gateway.group()).rollouts
@@ -651,11 +625,7 @@ async def test_a_session_is_not_silent_while_its_call_is_rendered(monkeypatch: p
 
 
 async def test_who_leaves_again_may_come_back_for_as_long_again() -> None:
-    gateway = Gateway()
-    await gateway.begin()
-    gateway.policy = None
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session(answers=False) as (_, session):
         assert isinstance(session, session_module.AgentSession)
         timers = []
         for _ in range(2):
@@ -671,10 +641,7 @@ async def test_who_leaves_again_may_come_back_for_as_long_again() -> None:
 
 
 async def test_a_session_without_an_answer_says_what_its_last_call_was_refused_with() -> None:
-    gateway = Gateway(attempt_count_max=1)
-    await gateway.begin()
-    async with gateway.up() as desk:
-        session = (await opened(desk)).session
+    async with one_session(attempt_count_max=1) as (_, session):
         session.reward(1)
         with pytest.raises(InputError, match="without a call to the model"):
             await session.end()

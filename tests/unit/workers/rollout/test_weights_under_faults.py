@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
 from rollfab.fabric.contract.errors import BrokerError, FabricError, WireError
 from rollfab.fabric.format.manifest import Head, WeightManifest
 from tests.sim.planted import planted
+from tests.support.tried import cases
 from tests.support.weights.checked_stage import checked_stages
 from tests.support.weights.faulty_weights import FaultyStore, Scene, Trainer, assert_holds
 from tests.support.weights.weight_planted import PLANTS
@@ -30,7 +31,7 @@ def checked() -> Iterator[None]:
         yield
 
 
-def play(seeds: range) -> Seen:
+def play(seeds: Iterable[int]) -> Seen:
     total = Seen()
     for seed in seeds:
         total.add(simulate(seed))
@@ -39,7 +40,7 @@ def play(seeds: range) -> Seen:
 
 @pytest.mark.timeout(300)
 def test_what_is_live_is_what_was_published_for_a_handful_of_seeds() -> None:
-    seen = play(range(1, 3))
+    seen = play(cases(range(1, 3), 1))
     assert seen.published > VERSION_COUNT
 
 

@@ -21,7 +21,7 @@ from rollfab.fabric.rules.serving.step_time import (
     predict,
     refit,
 )
-from tests.support.one_gpu.engine import ROLLOUT_8B, SERVING_7B
+from tests.support.simulated import COST, SERVING_COST
 
 CAUTIOUS = cold(0.05, 2e-4, 2e-3)
 WORKS = st.builds(
@@ -47,7 +47,13 @@ def seconds(cost: StepCost, work: StepWork) -> float:
 
 
 def followed(
-    model: StepModel, seed: int, count: int, *, cost: StepCost = SERVING_7B, slower: float = 1.0, outliers: float = 0.0
+    model: StepModel,
+    seed: int,
+    count: int,
+    *,
+    cost: StepCost = SERVING_COST,
+    slower: float = 1.0,
+    outliers: float = 0.0,
 ) -> tuple[StepModel, list[float]]:
     """Refit over steps that scatter by 5 %; returns the errors against the true, noiseless times too."""
     dice, errors = Random(seed), []
@@ -147,7 +153,7 @@ def test_another_model_under_it_is_followed() -> None:
     # Given
     model, _ = followed(CAUTIOUS, 1, 300)
     # When
-    _, errors = followed(model, 2, 200, cost=ROLLOUT_8B)
+    _, errors = followed(model, 2, 200, cost=COST)
     # Then
     assert median(errors[50:]) < 0.08
 
@@ -158,7 +164,7 @@ def test_steps_beside_rollouts_tell_the_interference_and_leave_the_model_alone()
     prices = model.prices
     # When: every step takes 1.6 times as long
     for work in steps(7, 200):
-        model = refit(model, StepSample(work=work, duration_s=1.6 * seconds(SERVING_7B, work), is_shared=True))
+        model = refit(model, StepSample(work=work, duration_s=1.6 * seconds(SERVING_COST, work), is_shared=True))
     # Then
     work = StepWork(decode_count=20, context_tokens=20_000)
     assert model.prices == prices

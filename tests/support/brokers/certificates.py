@@ -1,4 +1,4 @@
-"""TLS in front of a server that has none: certificates made for the test, and a relay that decrypts.
+"""Certificates made for a test: what a relay in front of a server that has no TLS shows (`Relay(port, tls=...)`).
 
 The bundled broker is built without TLS. In production its place is taken by a broker with TLS, or by such a relay
 (stunnel, HAProxy, a service mesh); the client's end is the same.
@@ -6,13 +6,9 @@ The bundled broker is built without TLS. In production its place is taken by a b
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import shutil
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,39 +51,3 @@ def _openssl(*words: str | Path) -> None:
     assert program, "the tests of TLS make their certificates with openssl, which is not installed: install it"
     done = subprocess.run([program, *map(str, words)], capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr
-
-
-@asynccontextmanager
-async def tls_relay(certificate: Certificate, port: int) -> AsyncIterator[int]:
-    """Decrypt and pass on to a port of this machine; gives the port where it listens."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        try:
-            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
-            await asyncio.gather(_pass(reader, inner_writer), _pass(inner_reader, writer))
-        finally:
-            tasks.discard(task)
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=certificate.context())
-    try:
-        yield int(server.sockets[0].getsockname()[1])
-    finally:
-        server.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # transports close in the next round of the loop
-
-
-async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        with contextlib.suppress(OSError):  # ssl.SSLError is one
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-    finally:
-        writer.close()
