@@ -252,6 +252,7 @@ class Cluster:
         engine.is_leased = engine.is_ready = False
         self._leave_parked(engine)
         engine.take_back(engine.turns(), keeps_tokens=self.setup.keeps_tokens)
+        self.place()  # what waited for it alone
 
     def setup_s(self, engine: Engine) -> float:
         """Return the seconds until an engine that is not lent could run turns."""
@@ -289,9 +290,7 @@ class Cluster:
     def forget(self, engine: Engine) -> None:
         """End the lease of a worker that was silent for too long."""
         self.gone.add(engine.name)
-        run = self.beside[engine.tenant]
-        run.revoke(engine)
-        run.place()
+        self.beside[engine.tenant].revoke(engine)
 
     def revive(self, engine: Engine) -> None:
         """Start a worker anew: it knows nothing. If it has a lease, it gets ready; a dedicated one gets a lease."""

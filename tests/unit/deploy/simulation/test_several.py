@@ -25,7 +25,7 @@ BOTH = replace(
     work=replace(SMALL.work, groups=6),
     runs=RunsPart(weights=WEIGHTS),
 )
-LITTLE = replace(BOTH, work=replace(BOTH.work, groups=3))
+LITTLE = replace(BOTH, work=replace(BOTH.work, groups=2))
 MORTAL = replace(LITTLE, failures=FailuresPart(hours_between=0.01, back_s=10.0))
 FAIR_TURNS_MAX = 3.0  # as production promises: tests/unit/fabric/rules/lending/test_turns_taken.py
 
