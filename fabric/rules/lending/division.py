@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from .capacity_facts import CapacityRule, Grant, RunFacts
@@ -83,12 +84,14 @@ def shares(runs: Sequence[RunFacts], supply: Sequence[Offer]) -> dict[str, float
     """
     unit = _unit(supply)
     wanted = {run.run_id: unit.power * math.ceil(run.open_count / unit.slot_count) or math.inf for run in runs}
-    left, weights = sum(offer.power for offer in supply), sum(run.weight for run in runs)
-    found, part = {}, left / max(weights, 1e-9)
-    for run in sorted(runs, key=lambda run: wanted[run.run_id] / run.weight):
-        share = left * run.weight / weights
-        found[run.run_id] = max(part * run.weight, min(wanted[run.run_id], share))
-        left, weights = left - min(wanted[run.run_id], share), weights - run.weight
+    order = sorted(runs, key=lambda run: wanted[run.run_id] / run.weight)
+    weights = list(accumulate(run.weight for run in reversed(order)))[::-1]  # of each and all after it: never 0
+    all_of_it = left = sum(offer.power for offer in supply)
+    found = {}
+    for run, rest in zip(order, weights, strict=True):
+        taken = min(wanted[run.run_id], left * run.weight / rest)
+        found[run.run_id] = max(taken, all_of_it * run.weight / weights[0])
+        left -= taken
     return found
 
 
@@ -144,7 +147,7 @@ class _Division:
         self._given = dict.fromkeys((run.run_id for run in runs), 0)
         self._powers = dict.fromkeys(self._given, 0.0)
         self._kinds: dict[tuple[str, Offer], list[int]] = {}  # (run, offer) → its workers' indices, ascending
-        payback = STAY_FRACTION / rule.slice_s  # no worker can then change hands twice within a slice
+        payback = STAY_FRACTION / rule.slice_s  # none of workers that are alike changes hands twice within a slice
         supply = list(self._offers.values())
         due = shares(runs, supply)
         self._due = {run.run_id: due[run.run_id] + run.owed * payback for run in runs}
@@ -159,7 +162,10 @@ class _Division:
         if before is not None:
             self._given[before.run_id] -= offer.slot_count
             self._powers[before.run_id] -= offer.power
-            self._kinds[before.run_id, offer].remove(index)
+            indices = self._kinds[before.run_id, offer]
+            indices.remove(index)
+            if not indices:
+                del self._kinds[before.run_id, offer]
         self._given[run.run_id] += offer.slot_count
         self._powers[run.run_id] += offer.power
         insort(self._kinds.setdefault((run.run_id, offer), []), index)
@@ -172,7 +178,7 @@ class _Division:
     def move(self) -> bool:
         """Move whoever is missed least to where most is lacking; False when that is not worth it."""
         goal = self.neediest()
-        kinds = [(self._worth(*kind, goal), indices[-1]) for kind, indices in self._kinds.items() if indices]
+        kinds = [(self._worth(*kind, goal), indices[-1]) for kind, indices in self._kinds.items()]
         worth, index = max(kinds, default=(0.0, 0))
         if worth <= 1e-9:
             return False

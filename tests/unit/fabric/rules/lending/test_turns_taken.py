@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollfab.fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan
-from rollfab.fabric.rules.lending.division import settle
+from rollfab.fabric.rules.lending.division import Offer, settle, shares
 
 RULE = CapacityRule()
 TICK_S = 0.5
@@ -198,6 +200,25 @@ def served_by(workers: list[WorkerFacts], held: str, work: Mapping[str, tuple[in
     lent = [dataclasses.replace(worker, run_id=name, is_lent=worker.lend is not None) for worker, name in by_run]
     grants = plan(lent, runs, RULE)
     return {run.run_id: [grant.worker_id for grant in grants if grant.run_id == run.run_id] for run in runs}
+
+
+@given(
+    weights=st.lists(st.floats(1e-300, 1e300), min_size=1, max_size=5),
+    counts=st.lists(st.integers(0, 1_000_000), min_size=5, max_size=5),
+    offers=st.lists(st.tuples(st.integers(0, 512), st.floats(0, 100)), max_size=5),
+)
+def test_however_unlike_weights_are_each_is_due_its_part_and_no_more_than_there_is(
+    weights: list[float], counts: list[int], offers: list[tuple[int, float]]
+) -> None:
+    supply = [Offer(*each) for each in offers]
+    runs = [
+        RunFacts(run_id=str(index), model="m", weight=weight, has_weights=True, open_count=count, idle_s=0.0)
+        for index, (weight, count) in enumerate(zip(weights, counts, strict=False))
+    ]
+    total = sum(offer.power for offer in supply)
+    due = shares(runs, supply)
+    for run in runs:
+        assert total * run.weight / sum(weights) * (1 - 1e-9) <= due[run.run_id] <= total * (1 + 1e-9)
 
 
 def test_workers_that_nobody_else_wants_are_no_debt() -> None:
