@@ -43,7 +43,7 @@ from tests.support.worlds.reward_worlds import FAULTS
 GOOD_COUNT = 19
 GROUP_SIZE = 2
 ROUND_COUNT = 4  # of each, by turns: a machine that others use as well is not the same for long
-ROUND_COUNT_MAX = 10  # where the first ones look bad: a slow minute of the machine ends, a bad neighbour stays
+ROUND_COUNT_MAX = 10  # where the first ones look bad or hold few looks: a slow minute ends, a bad neighbour stays
 MEASURED_S = 8.0
 KEPT_FRACTION = 0.9
 QUIET_S = 2.0  # until all are at work
@@ -265,10 +265,14 @@ def test_a_bad_neighbour_takes_nothing_from_nineteen_good_ones(
     runs = [*tenants.good, tenants.bad]
     policy = threading.Thread(target=lambda: asyncio.run(answer(fabric, runs, is_over)), daemon=True)
     policy.start()
-    tenants.work(3 * QUIET_S, is_attacked=False)
+    begun_count = 0
+    while begun_count < 3 * GOOD_COUNT:  # until each has its processes
+        begun_count += tenants.work(QUIET_S, is_attacked=False)
     # When they work alone and beside it, by turns
     alone, beside = list[int](), list[int]()
-    while len(alone) < ROUND_COUNT or (len(alone) < ROUND_COUNT_MAX and not is_kept(alone, beside)):
+    while len(alone) < ROUND_COUNT_MAX and not (
+        len(alone) >= ROUND_COUNT and fabric.spy_count >= ROUND_COUNT and is_kept(alone, beside)
+    ):
         alone.append(tenants.work(MEASURED_S, is_attacked=False))
         tenants.work(QUIET_S, is_attacked=True)
         beside.append(tenants.work(MEASURED_S, is_attacked=True))

@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from rollfab.fabric.broker.clients import pools
 from rollfab.fabric.broker.clients.channel import Channel, checked
 from rollfab.fabric.broker.connection import open_broker
 
@@ -34,6 +35,17 @@ async def test_what_is_asked_at_once_shares_a_round_trip(client: Redis) -> None:
 
     assert answers == [str(index).encode() for index in range(100)]
     assert await read_count(client) - before <= 3
+
+
+async def test_who_asks_nothing_is_not_told_that_the_broker_is_silent(
+    client: Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "SAY_AFTER_S", 0.05)
+
+    assert await Channel(client).ask_many([]) == []
+    await asyncio.sleep(0.2)
+
+    assert caplog.messages == []
 
 
 async def test_an_error_reaches_its_own_asker_alone(client: Redis) -> None:
