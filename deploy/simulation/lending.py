@@ -24,7 +24,7 @@ from ...fabric.rules.serving.facts import StepWork
 from ...workers.controller.demand import Census
 from ...workers.rollout.engine_watch import LOOK_S
 from ...workers.rollout.turns import TurnSize
-from ...workers.rollout.yielding import Yielding, YieldRule, room_for, too_many
+from ...workers.rollout.yielding import Yielding, YieldRule, too_many
 from ...workers.serving.device.memory import KvBudget
 from .cluster import MODEL, Cluster
 from .machine.engine import Engine
@@ -63,7 +63,7 @@ def sizes(engine: Engine) -> Iterator[tuple[Turn, TurnSize]]:
             TurnSize(
                 request_id=turn.name,
                 context_tokens=turn.context_tokens + made,
-                reserve_tokens=engine.reserve(turn),
+                reserve_tokens=turn.context_tokens + engine.options.turn_tokens_max,
                 token_count=made,
                 is_begun=turn in engine.decoding,
             ),
@@ -85,8 +85,7 @@ class Worker:
         self._budget = KvBudget(cast(Any, self))
         self._kv_tokens_max: int | None = None
         self._viewed, self._viewed_at_s = GuardView(), -LOOK_S
-        self._taken: tuple[float, int, int | None] = (-1.0, -1, 0)
-        engine.may_take = self.may_take
+        engine.may_take = self._yielding.may_take
 
     def follow(self) -> None:
         """Look at memory and guard, and give turns back that must go on elsewhere."""
@@ -97,13 +96,6 @@ class Worker:
             if names:
                 gone = [turn for turn in engine.turns() if turn.name in names]
                 engine.take_back(gone, keeps_tokens=self._cluster.setup.keeps_tokens)
-
-    def may_take(self) -> int | None:
-        """Ask production's rule, once per moment and number of turns."""
-        key = (self.now_s(), self._engine.turn_count)
-        if self._taken[:2] != key:
-            self._taken = (*key, self._yielding.may_take())
-        return self._taken[2]
 
     def _view(self) -> GuardView:
         """Show the guard as a worker sees it, who asks it ten times a second."""
@@ -118,13 +110,18 @@ class Worker:
         """List what its turns hold."""
         return [size for _, size in sizes(self._engine)]
 
+    def room(self, kv_tokens_max: int) -> int:
+        """Count the turns that may begin within a budget."""
+        count = self._engine.room(kv_tokens_max)
+        return int(kv_tokens_max > self.used_tokens()) if count is None else count
+
     def now_s(self) -> float:
         """Tell simulated time."""
         return self._cluster.events.now_s
 
     def used_tokens(self) -> int:
-        """Count the KV cache that its turns hold, or were promised."""
-        return sum(size.held_tokens for size in self.sizes())
+        """Count the KV cache that its turns hold, or will once they are read."""
+        return sum(size.context_tokens for size in self.sizes())
 
     def limit(self, kv_tokens_max: int | None) -> None:
         """Bound nothing else: turns beyond the budget yield."""
@@ -207,8 +204,8 @@ class WholeSteps(Nobody):
     def _cut(self, engine: Engine) -> None:
         """Halve what an engine's turns hold, until the step ends; those beyond it are aborted and begin anew."""
         held = [size for _, size in sizes(engine)]
-        budget = self._budgets[engine.name] = int(ROSE_CUT * sum(size.held_tokens for size in held))
-        engine.may_take = lambda: room_for([size for _, size in sizes(engine)], budget, engine.options.turn_tokens_max)
+        budget = self._budgets[engine.name] = int(ROSE_CUT * sum(size.context_tokens for size in held))
+        engine.may_take = lambda: engine.room(budget)
         names = set(too_many(held, budget))
         engine.take_back([turn for turn in engine.turns() if turn.name in names], keeps_tokens=False)
 

@@ -63,11 +63,6 @@ class Admission:
         """Forget what was noted beside tokens: they are made from the first one on."""
         self.told = None if RECORDED.isdisjoint(self.asked) else Told(self.sampling, len(self.input_ids))
 
-    @property
-    def context_tokens(self) -> int:
-        """The most it can come to hold."""
-        return len(self.input_ids) + self.token_count_max
-
     def find_stop(self, tokens: list[int]) -> bool:
         """Whether the newest tokens end it by a text; `tokens` end with all that were not looked at."""
         return self.matcher is not None and self.matcher.feed(tokens) is not None

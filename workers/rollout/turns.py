@@ -27,6 +27,7 @@ from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ...fabric.rules.queue.engine_watch import Pulse, StallRule, feel, is_stalled
 from ...fabric.rules.queue.placement import PrefillSpeed
 from ...fabric.rules.queue.retries import is_suspect
+from ...fabric.rules.queue.room import Holding, KvRoom
 from ...fabric.rules.queue.runs import cache_salt
 from ...fabric.rules.queue.timings import RunTimings
 from ...fabric.tracing.spans import Spans, place_of
@@ -55,12 +56,16 @@ class RunningOptions:
 
 
 class RunningTurns:
-    """All turns of one worker, by request id. timings: of their run, where what they take is noted."""
+    """All turns of one worker, by request id.
+
+    timings: of their run, where what they take is noted. kv_room: what was learned of the run's turns.
+    """
 
     def __init__(self, engine: Engine, options: RunningOptions, clock: Clock, *, wake: Callable[[], None]) -> None:
         """wake: called when there is news for the broker."""
         self.watch = EngineWatch(engine, options.stall, clock)
         self.timings = RunTimings()
+        self.kv_room = KvRoom()
         self._prefill = PrefillSpeed()
         self._coming_back: asyncio.TimerHandle | None = None
         self._engine = engine
@@ -87,6 +92,32 @@ class RunningTurns:
         """Return the sizes of the turns that the engine still runs, in the order in which they were begun."""
         return [self._turns[name].size(self._options.context_tokens_max) for name in self._unfinished()]
 
+    def room(self, kv_tokens_max: int) -> int:
+        """Count the turns that may begin beside those that run, which are to hold so many tokens together."""
+        sizes = self.sizes()
+        count = self.kv_room.count([size.holding(1.0) for size in sizes], kv_tokens_max)
+        if count is None:  # of what size they are is not known: one is tried
+            return int(kv_tokens_max > sum(size.context_tokens for size in sizes))
+        return count
+
+    def cache_room(self, slot_count: int) -> int | None:
+        """Count the turns that the engine's KV cache has room for beside those that run; None: for all, or not known.
+
+        Turns that share prefixes hold less than each by itself: we look at what those that run hold together.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        stats, most = self._engine.stats(), self._options.context_tokens_max
+        capacity = stats.kv_capacity_tokens
+        if not capacity or (most is not None and slot_count * most <= capacity):
+            return None
+        sizes = self.sizes()
+        begun = sum(size.context_tokens for size in sizes if size.is_begun)
+        fraction = min(1.0, stats.kv_used_fraction * capacity / begun) if begun else 1.0
+        count = self.kv_room.count([size.holding(fraction) for size in sizes], capacity, held_fraction=fraction)
+        return count if sizes or count is None else max(1, count)
+
     # ---- exchange with the broker
 
     async def exchange(
@@ -97,7 +128,7 @@ class RunningTurns:
         lease_epoch: int,
         active_version: int,
         run: RunConfig,
-    ) -> tuple[bool, list[TurnSize]]:
+    ) -> bool:
         """Make one round trip: hand in the turns that have ended, renew those that run, claim ready ones; begin these.
 
         Args:
@@ -106,7 +137,7 @@ class RunningTurns:
             run: the run that they are of, as it is set now.
 
         Returns:
-            Whether the broker knows our lease, and the size of each turn that was begun.
+            Whether the broker knows our lease.
 
         Raises:
             EngineError: the engine is gone.
@@ -130,7 +161,8 @@ class RunningTurns:
         claims = outcome.claims
         if not run.may_mix_versions:
             claims = [_of_version(each, active_version) for each in claims]
-        return outcome.has_lease, self._start(claims, run)
+        self._start(claims, run)
+        return outcome.has_lease
 
     def _come_back(self, after_ms: int | None) -> None:
         """Look again when a turn that waits for its home may be taken here; None: there is none."""
@@ -158,9 +190,9 @@ class RunningTurns:
                 self._forget(back)
                 log.info("worker.gave_back", extra={"turn_count": len(back), "is_stalled": blames})
 
-    def _start(self, claims: Iterable[TurnClaim], run: RunConfig) -> list[TurnSize]:
-        """Begin turns that were claimed just now; return the size of each."""
-        now, sizes = self._clock.now_s(), []
+    def _start(self, claims: Iterable[TurnClaim], run: RunConfig) -> None:
+        """Begin turns that were claimed just now."""
+        now = self._clock.now_s()
         for claim in claims:
             if claim.log is not None and not self._engine.cannot_resume.isdisjoint(claim.job.sampling.row()):
                 claim = _begun_anew(claim)
@@ -168,14 +200,14 @@ class RunningTurns:
             if claim.waited_s is not None and not claim.is_handed_over:
                 self.timings.note("turn_queue", claim.waited_s, trajectory_of(claim.job.turn_id))
             self._turns[turn.request_id] = turn
-            sizes.append(turn.size(self._options.context_tokens_max))
+            size = turn.size(self._options.context_tokens_max)
+            self.kv_room.note_begun(size.context_tokens, size.reserve_tokens - size.context_tokens)
             try:
                 self._engine.generate(turn.request(cache_salt(run, claim.job.turn_id)))
             except EngineError as error:
                 reason = "refused" if isinstance(error, EngineUnsupported) else "error"
                 self._done.append(Generation(request_id=turn.request_id, finish_reason=reason, error=str(error)))
                 self._wake()
-        return sizes
 
     def _settles(self) -> dict[str, TurnSettle]:
         """Make the settles of turns that have ended, by request id; leave out turns that are no longer ours."""
@@ -277,9 +309,12 @@ class RunningTurns:
         turn, first_s = self._turns.get(ended.request_id), ended.first_token_s
         if turn is not None and turn.back is None and ended.finish_reason in ENDED:
             self._trace(turn, ended, ended.finish_reason)
-        if turn is None or first_s is None or ended.finish_reason not in WHOLE:
+        if turn is None or ended.finish_reason not in WHOLE:
             return
         name, count = trajectory_of(turn.claim.job.turn_id), len(ended.completion_ids)
+        self.kv_room.note_ended(turn.read_count - len(turn.claim.job.prompt_ids) + count)
+        if first_s is None:
+            return
         self.timings.note("ttft", first_s, name)
         self._prefill.note(max(0, turn.read_count - ended.cached_token_count), first_s)
         if turn.claim.is_handed_over and turn.claim.waited_s is not None:
@@ -319,7 +354,7 @@ class TurnSize:
     """How much KV cache a turn needs, in tokens.
 
     context_tokens: its prompt and all tokens made. reserve_tokens: the most that it may come to hold. token_count: made
-    in all its claims; is_begun: some of them were made in this claim.
+    in all its claims; is_begun: some of them were seen in this claim.
     """
 
     request_id: str
@@ -328,10 +363,10 @@ class TurnSize:
     token_count: int
     is_begun: bool
 
-    @property
-    def held_tokens(self) -> int:
-        """The tokens that it counts with: the reserve until its first token, as it may not be admitted before."""
-        return self.context_tokens if self.is_begun else self.reserve_tokens
+    def holding(self, held_fraction: float) -> Holding:
+        """Say it as the rule of room wants it. held_fraction: see `KvRoom.count`."""
+        left = max(0, self.reserve_tokens - self.context_tokens)
+        return Holding(self.context_tokens * held_fraction, self.token_count, left)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from ...fabric.host.memory import HeldMemory
 from ...fabric.ports.queue import Fabric, TurnQueue
 from ...fabric.rules.queue.engine_watch import StallRule
 from ...fabric.rules.queue.retries import is_stale
+from ...fabric.rules.queue.room import KvRoom
 from ...fabric.rules.queue.timings import Timings
 from ...fabric.tracing.spans import Spans
 from ..engines.base import Engine
@@ -161,7 +162,7 @@ class RolloutWorker:
 
     async def _exchange(self, turns: TurnQueue, run: RunConfig) -> None:
         lease, version = self._keeper.lease, self._active_version()
-        has_lease, begun = await self._running.exchange(
+        has_lease = await self._running.exchange(
             turns,
             self._free_count,
             lease_epoch=lease.lease_epoch if lease else 0,
@@ -170,7 +171,6 @@ class RolloutWorker:
         )
         if not has_lease:
             self._keeper.doubt()
-        self._yielding.note_begun(begun)
 
     # ---- leases
 
@@ -192,6 +192,7 @@ class RolloutWorker:
         self._turns, self._run = self._fabric.turns(config), config
         self._receiver = self._make_receiver(config.run_id)
         self._receiver.timings = self._running.timings = self._timings.of(config.run_id)
+        self._running.kv_room = KvRoom()
         self._receiver.gate = self._committing
         self._receiver.at_commit = _at_commit(config)
         self._receiver.start()
@@ -331,8 +332,13 @@ class RolloutWorker:
         if is_barred or self._is_stale() or self._clock.now_s() < self._asks_from_s:
             return 0
         running_count = len(self._running) - ended_count
-        bounds = (self._running.watch.may_take(running_count), self._yielding.may_take())
-        free = max(0, self._keeper.slot_count - running_count)
+        slot_count = self._keeper.slot_count
+        free = max(0, slot_count - running_count)
+        bounds = (
+            self._running.watch.may_take(running_count),
+            self._yielding.may_take(),
+            self._running.cache_room(slot_count) if free else 0,
+        )
         return min([free, *(bound for bound in bounds if bound is not None)])
 
     # ---- loops beside the rounds

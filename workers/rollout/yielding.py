@@ -3,19 +3,17 @@
 - While the guard stays shut, each turn is given back once it has waited for as long as another engine would need to
   read its context again, but at least `yield_after_s`: a longer wait costs more than a move, and an earlier move costs
   more than most shuts last.
-- If a KV budget is cut, the turns with the least progress are given back until the rest fits. A turn counts with the
-  tokens that it holds. A turn without a token in this claim counts with the most that it may come to hold: engines
-  admit by that, and a turn that is not admitted would stand still.
+- If turns hold more than a KV budget allows, as it was cut or as they came to make more than was likely, those with the
+  least progress are given back until the rest fits. A turn counts with its context, also before the engine let it in.
 - No turn is taken while the guard is shut. After a shut that made turns yield, the guard must also have been open for
-  as long as they waited, at most `claim_after_s_max`. A budget admits new turns by the most that each may come to hold,
-  so turns taken within a budget yield only if it is cut.
+  as long as they waited, at most `claim_after_s_max`. A budget takes as many new turns as it is likely to have room for
+  (fabric/rules/queue/room.py).
 - A turn that made no token while the guard let little through has not stalled: it goes on elsewhere without blame.
 - turns.py keeps the tokens: a turn that yields takes them along.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +23,6 @@ from .engine_watch import LOOK_S
 from .report import Guarded
 from .turns import RunningTurns, TurnSize
 
-SIZE_COUNT = 8  # we judge the size of the next turn by the last so many
 SHUT, SILENT = "shut", "silent"
 OPEN = "open"
 
@@ -60,22 +57,14 @@ def too_many(turns: Sequence[TurnSize], kv_tokens_max: int) -> list[str]:
     Args:
         turns: in the order in which they were begun.
     """
-    excess = sum(turn.held_tokens for turn in turns) - kv_tokens_max
+    excess = sum(turn.context_tokens for turn in turns) - kv_tokens_max
     gone = []
     for _, turn in sorted(enumerate(turns), key=lambda row: (row[1].token_count, -row[0])):
         if excess <= 0:
             break
         gone.append(turn.request_id)
-        excess -= turn.held_tokens
+        excess -= turn.context_tokens
     return gone
-
-
-def room_for(turns: Sequence[TurnSize], kv_tokens_max: int, turn_tokens: int | None) -> int:
-    """Count the turns of at most `turn_tokens` (None: not known, so one is tried) that fit beside those that run."""
-    left = kv_tokens_max - sum(turn.reserve_tokens for turn in turns)
-    if turn_tokens is None:
-        return int(left > 0)
-    return max(0, left // max(1, turn_tokens))
 
 
 class Yielding:
@@ -96,7 +85,6 @@ class Yielding:
         self._view = GuardView() if guard is not None else GuardView(state=OPEN)
         self._settle_s = 0.0  # how long the guard must be open before turns are taken again
         self._opened_at_s = self._narrow_at_s = self._exceeded_at_s = float("-inf")
-        self._sizes: deque[int] = deque(maxlen=SIZE_COUNT)
 
     def due(self) -> list[str]:
         """Look at the guard; return the request ids of turns to give back now."""
@@ -119,14 +107,10 @@ class Yielding:
             return 0
         if view.kv_tokens_max is None:
             return None
-        turns = self._running.sizes()
+        room = self._running.room(view.kv_tokens_max)
         is_trial_due = self._clock.now_s() - self._exceeded_at_s >= self._rule.trial_s
-        is_trial = not turns and view.kv_tokens_max > 0 and is_trial_due
-        return max(int(is_trial), room_for(turns, view.kv_tokens_max, max(self._sizes, default=None)))
-
-    def note_begun(self, sizes: Sequence[TurnSize]) -> None:
-        """Learn from the turns just taken how many tokens the next ones may come to hold."""
-        self._sizes.extend(size.reserve_tokens for size in sizes)
+        is_trial = view.kv_tokens_max > 0 and is_trial_due and not self._running.sizes()
+        return max(room, int(is_trial))
 
     @property
     def has_guard(self) -> bool:

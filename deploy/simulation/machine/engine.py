@@ -5,6 +5,8 @@
 - Where both engines have work they take turns, a step each, serving first; nothing paces serving. Whether rollouts may
   step says the guard of production, asked when a request waits, and else every quarter of a second.
 - A turn that leaves early does so at the end of a step; its context stays cached here.
+- Turns are let in by what they hold, as vLLM does: when the cache is full the youngest is put back, and read anew once
+  there is room. How many are taken says production's rule of room.
 - All of its time is accounted for: rollouts, serving, switching between them, and idle (with a guard that is shut).
 """
 
@@ -19,6 +21,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from ....fabric.rules.queue.placement import PrefillSpeed
+from ....fabric.rules.queue.room import Holding, KvRoom
 from ....fabric.rules.serving.facts import StepWork
 from .books import Books, Broken
 from .cost import StepCost
@@ -74,8 +77,10 @@ class Engine:
         self.tenant = 0  # the number of the run that it works for, or did last
         self.may_take: Callable[[], int | None] | None = None  # the worker's own word; None: it sets no bound
         self.turn_count = 0  # that it holds
-        self.kv_reserved = 0
-        self.token_count = 0
+        self.token_count = self.preempted_count = 0
+        self._most_tokens = 0  # that its turns may ever come to hold
+        self._kv_room = KvRoom()
+        self._bound: tuple[float, int, int | None] = (-1.0, -1, 0)
         self._prefill = PrefillSpeed()
         self.us_per_token = self._prefill.us_per_token
         self.rollout_s = self.serving_s = self.switch_s = self.idle_s = 0.0
@@ -121,18 +126,28 @@ class Engine:
         for turn in self.turns():
             yield turn, self.made(turn) + (more if turn in self.decoding else 0)
 
-    def reserve(self, turn: Turn) -> int:
-        """Count the KV cache that a turn may come to hold, in tokens."""
+    def room(self, kv_tokens_max: int) -> int | None:
+        """Count the turns that a cache of so many tokens has room for beside its own: production's rule."""
+        most = self.options.turn_tokens_max
+        held = [(turn.context_tokens, self.made(turn)) for turn in self.turns()]
+        rows = [Holding(context + made, made, max(0, most - made)) for context, made in held]
+        return self._kv_room.count(rows, kv_tokens_max)
+
+    def _most(self, turn: Turn) -> int:
         return turn.context_tokens + self.options.turn_tokens_max
 
     def can_take(self, turn: Turn) -> bool:
         """Tell whether there is a slot and memory for a turn; an engine that runs nothing takes any."""
         if not (self.is_leased and self.is_ready) or self.turn_count >= self.slot_count:
             return False
-        if self.turn_count and self.kv_reserved + self.reserve(turn) > self.options.kv_tokens:
-            return False
-        bound = self.may_take() if self.may_take is not None else None
-        return bound is None or bound > 0
+        key = (self._events.now_s, self.turn_count)
+        if self._bound[:2] != key:
+            is_roomy = self._most_tokens + self._most(turn) <= self.options.kv_tokens
+            bounds = [None if is_roomy or not self.turn_count else self.room(self.options.kv_tokens)]
+            if self.may_take is not None:
+                bounds.append(self.may_take())
+            self._bound = (*key, min((bound for bound in bounds if bound is not None), default=None))
+        return self._bound[2] is None or self._bound[2] > 0
 
     def cached(self, trajectory: int) -> int:
         """Count the tokens of a trajectory that are in the prefix cache."""
@@ -152,7 +167,8 @@ class Engine:
         self._books.prefilled += turn.left_prefill
         self._books.refilled += max(0, turn.left_prefill - turn.fresh_tokens)
         turn.engine = self.name
-        self.kv_reserved += self.reserve(turn)
+        self._most_tokens += self._most(turn)
+        self._kv_room.note_begun(whole, max(0, self.options.turn_tokens_max - turn.made))
         self._context += hit
         self.prefilling.append(turn)
         self.turn_count += 1
@@ -177,7 +193,7 @@ class Engine:
         """Begin as a new process, without weights, and with nothing learned."""
         self.forget_prefixes()
         self.version = -1
-        self._prefill = PrefillSpeed()
+        self._prefill, self._kv_room = PrefillSpeed(), KvRoom()
         self.us_per_token = self._prefill.us_per_token
 
     def wake(self) -> None:
@@ -249,27 +265,61 @@ class Engine:
         ends = self._ends
         while ends and (ends[0][2].engine != self.name or ends[0][2].end_step != ends[0][0]):
             heapq.heappop(ends)
+        self._make_room()
         alike = ends[0][0] - self._steps if ends else FOREVER
         decodes, self._prefills = len(self.decoding), []
-        if not self.prefilling:
-            return StepWork(decode_count=decodes, context_tokens=self._context), 0.0, alike
+        room = self.options.kv_tokens - self._context
+        if decodes:
+            alike = min(alike, max(1, room // decodes))
         left, attention = max(16, self.options.chunk_tokens - decodes), 0.0
-        head = self.prefilling[0]
+        left = min(left, max(1, room - decodes))
+        head = self.prefilling[0] if self.prefilling else None
+        if head is not None and not decodes and not self._fits(head, room):
+            head = next(turn for turn in self.prefilling if self._held(turn))  # whatever holds the room goes on
+        if head is None or not self._fits(head, room - decodes):
+            return StepWork(decode_count=decodes, context_tokens=self._context), 0.0, alike
         if head.left_prefill > left:
-            count = min(alike, head.left_prefill // left)
+            count = max(1, min(alike, head.left_prefill // left, room // (left + decodes)))
             before = head.context_tokens + head.made - head.left_prefill
             self._prefills.append((head, left))
             work = StepWork(prefill_tokens=left, decode_count=decodes, context_tokens=self._context)
             return work, left * (before + count * left / 2), count
         total = 0
-        for turn in self.prefilling:
+        for turn in [head, *(turn for turn in self.prefilling if turn is not head)]:
             chunk = min(left - total, turn.left_prefill)
-            if chunk <= 0:
+            if chunk <= 0 or not self._fits(turn, room - decodes - total):
                 break
             attention += chunk * (turn.context_tokens + turn.made - turn.left_prefill + chunk / 2)
             self._prefills.append((turn, chunk))
             total += chunk
         return StepWork(prefill_tokens=total, decode_count=decodes, context_tokens=self._context), attention, 1
+
+    def _make_room(self) -> None:
+        """Put the youngest back while the cache has no room for a step: they are read anew. The last one goes on."""
+        while self._context + max(1, len(self.decoding)) > self.options.kv_tokens:
+            begun = [turn for turn in self.prefilling if self._held(turn)]
+            young = begun[-1] if begun else next(reversed(self.decoding), None)
+            if young is None or (len(begun) + len(self.decoding)) < 2:
+                return
+            self.preempted_count += 1
+            if young in self.decoding:
+                young.made += self._steps - young.since_step
+                young.end_step = -1
+                del self.decoding[young]
+                self.prefilling.appendleft(young)
+            self._books.refilled += self._held(young)
+            self._books.prefilled += self._held(young)
+            self._context -= self._held(young)
+            young.left_prefill = young.read_tokens = young.context_tokens + young.made
+            young.begun_s = self._events.now_s
+
+    def _fits(self, turn: Turn, room: int) -> bool:
+        """Tell whether a turn may be read: it was begun, or all that it has to read has room; alone it always may."""
+        return turn.left_prefill <= room or self._held(turn) > 0 or not self._context
+
+    def _held(self, turn: Turn) -> int:
+        """Count the tokens of a turn that is being read, or has been, in the cache."""
+        return turn.context_tokens + turn.made - turn.left_prefill
 
     def _narrowed(self, work: StepWork, tokens: int) -> tuple[StepWork, float]:
         """Keep of a step what `tokens` allow: sequences that decode come first."""
@@ -385,6 +435,7 @@ class Engine:
             if turn.engine == self.name and turn.end_step == step and turn in self.decoding:
                 self._remove(turn)
                 self._books.ends(turn)
+                self._kv_room.note_ended(turn.made)
                 turn.is_over = True
                 ended.append(turn)
         return ended
@@ -401,12 +452,12 @@ class Engine:
             del self.decoding[turn]
         else:
             self.prefilling.remove(turn)
-        held = turn.context_tokens + turn.made - turn.left_prefill
+        held = self._held(turn)
+        self._most_tokens -= self._most(turn)
         self.turn_count -= 1
         self._books.leaves(turn.key)
         turn.engine = ""
         turn.left_prefill = 0
-        self.kv_reserved -= self.reserve(turn)
         self._context -= held
         self.cache[turn.key[0]] = held
         self._cached += held

@@ -78,6 +78,7 @@ class PlayedEngine:
         self.prompt_token_count = self.cached_token_count = 0
         self.is_asleep, self.can_sleep, self.wake_error = False, True, ""
         self.sleep_count = self.wake_count = 0
+        self.kv_capacity_tokens, self.kv_used_fraction = 0, 1.0
         self._hears = asyncio.Event()
         self._hears.set()
         self._ended: list[Generation] = []
@@ -173,7 +174,8 @@ class PlayedEngine:
         return EngineStats(
             running_count=len(self.token_counts),
             waiting_count=0,
-            kv_used_fraction=0.0,
+            kv_used_fraction=self.kv_used_fraction,
+            kv_capacity_tokens=self.kv_capacity_tokens,
             step_count=self.step_count,
             token_count=0,
             active_version=self.version,

@@ -276,8 +276,9 @@ async def test_likeliest_tokens_are_told_up_to_the_servers_own_limit_and_over_a_
 
 
 async def test_limits_keep_the_oldest_running_and_the_others_go_on_later(door: ServerDoor) -> None:
-    full = await tell(door, new_ask("full", 100))
-    told, tasks = await begun(door, *(new_ask(f"{i}", 100) for i in range(3)), stops_at=5)
+    prompt = list(range(5, 75))
+    full = await tell(door, new_ask("full", 60, prompt))
+    told, tasks = await begun(door, *(new_ask(f"{i}", 60, prompt) for i in range(3)), stops_at=5)
     assert door.pulse().running_count == 3
     counts = [len(each.token_ids) for each in told]
     door.set_limits(EngineLimits(running_count=1))
@@ -288,7 +289,7 @@ async def test_limits_keep_the_oldest_running_and_the_others_go_on_later(door: S
     assert [len(each.token_ids) for each in told[1:]] == counts[1:]
     door.set_limits(EngineLimits(step_tokens=0))
     assert door.pulse().running_count == 0
-    door.set_limits(EngineLimits(kv_tokens=len(PROMPT) + 100))  # room for one
+    door.set_limits(EngineLimits(kv_tokens=len(prompt) + 60))  # room for one
     told[0].go_on()
     await told[1].has_stopped.wait()
     assert tasks[0].done() and len(told[2].token_ids) == counts[2]

@@ -7,8 +7,8 @@
   (seeds.py).
 - Greedy turns (temperature 0) report the log-probability at temperature 1 (sampler.py).
 - Limits: `running_count` and `step_tokens` hold from the next step, up to what the engine was built for. `kv_tokens`
-  bounds what requests may come to hold when they are admitted; the cache is allocated once, its memory is never given
-  back, and requests that run keep what they have (abort them to free it).
+  admits requests by what all of them hold then; the cache is allocated once, its memory is never given back, and
+  requests that run keep what they have and go on growing (abort them to free it).
 - Not yet run on a GPU: the dtype, page and attention choices for one are untried.
 """
 

@@ -312,8 +312,8 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
         while self._waiting and room > 0:
             request_id, admission = next(iter(self._waiting.items()))
             if budget is not None:
-                reserved = sum(other.context_tokens for other in self._admitted.values())
-                if reserved + admission.context_tokens > budget:
+                held = sum(self._held_tokens(*each) for each in self._admitted.items())
+                if held + len(admission.input_ids) > budget:
                     return
             del self._waiting[request_id]
             admission.begin_anew()
@@ -387,6 +387,11 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
     def _forget(self, request_id: str, token_count: int) -> None:
         self._stale_ids.discard(request_id)
         self._ended_token_count += token_count
+
+    def _held_tokens(self, request_id: str, admission: Admission) -> int:
+        """Count the tokens that a request holds, or will once its prompt is read."""
+        state = self._state_of(request_id)
+        return len(admission.input_ids) + (0 if state is None else len(state.generated_tokens))
 
     @property
     def _running_count_max(self) -> int:

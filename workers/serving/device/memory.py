@@ -1,7 +1,7 @@
 """The device memory of a rollout engine beside a serving engine: how it is bounded, given back and taken again.
 
-- `limit` bounds what rollouts may come to hold, from the next step on. No backend takes memory of a turn that runs: the
-  turns beyond it yield first (rollout/yielding.py), with their tokens.
+- `limit` lets no turn begin beyond it, from the next step on. No backend takes memory of a turn that runs: where those
+  come to hold more, some yield within a tenth of a second (rollout/yielding.py), with their tokens.
 - "static": each engine has its own cache, sized at its start. A limit frees no memory for the serving engine; it bounds
   how much the rollouts compute and read beside it. Works with every engine.
 - "release": a vLLM unmaps its whole KV cache, for minutes in which another process needs the memory. Unverified on a
@@ -51,7 +51,7 @@ class MemoryBackend(Protocol):
         ...
 
     def limit(self, kv_tokens: int | None) -> None:
-        """Bound what rollouts may hold; None: its capacity alone. May be repeated."""
+        """Bound what rollouts may hold when one begins; None: its capacity alone. May be repeated."""
         ...
 
     async def give_back(self) -> float:

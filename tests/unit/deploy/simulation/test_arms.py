@@ -21,6 +21,7 @@ from rollfab.fabric import queue
 from rollfab.fabric.rules.lending import capacity
 from rollfab.fabric.rules.lending.advice import extra_requests
 from rollfab.fabric.rules.queue.placement import NO_HOME, Homes
+from rollfab.fabric.rules.queue.room import KvRoom
 from rollfab.fabric.rules.serving.facts import RunningRequest, ServingState, Slo, StepWork, WaitingRequest
 from rollfab.fabric.rules.serving.guard import Allowance, GuardFacts, GuardRule
 from rollfab.fabric.rules.serving.step_time import cold
@@ -59,6 +60,7 @@ PLANTS = {  # a rule of production → another in its place, and an arm in which
     "step times learned": (guard, "refit", lambda model, sample: model, "ours"),
     "memory": (memory, "decide", lambda s, f, r: replace(decide_memory(s, f, r), budget_tokens=1.0), "ours"),
     "who yields at a shut guard": (yielding, "overdue", lambda sizes, *_: [each.request_id for each in sizes], "ours"),
+    "room in a KV cache": (KvRoom, "count", lambda *_: 0, "ours"),
     "homes of turns": (Homes, "leave", lambda self, name: NO_HOME, "ours"),
 }
 
@@ -69,11 +71,12 @@ once = cache(run)  # as many tests compare with the same run, of production's ru
 @pytest.mark.parametrize("name", PLANTS)
 def test_ours_changes_with_a_rule_of_production(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, rule, planted, arm = PLANTS[name]
-    before = outcome(once(arm, ONE_GROUP, load=BUSY))
+    scenario = TIGHT if name == "room in a KV cache" else ONE_GROUP
+    before = outcome(once(arm, scenario, load=BUSY))
     assert before["harvested"] > 0
 
     monkeypatch.setattr(module, rule, planted)
-    after = outcome(run(arm, ONE_GROUP, load=BUSY))
+    after = outcome(run(arm, scenario, load=BUSY))
 
     assert after != before
     if name in ("the capacity plan", "the guard"):

@@ -75,9 +75,11 @@ TIMED = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(TIMED, st.booleans())
-def test_no_token_and_no_second_is_lost_whoever_comes_and_goes(turns: Timed, keeps_tokens: bool) -> None:
-    world = Lone()
+@given(TIMED, st.booleans(), st.sampled_from([7_000, 10_000, 400_000]))
+def test_no_token_and_no_second_is_lost_whoever_comes_and_goes(
+    turns: Timed, keeps_tokens: bool, kv_tokens: int
+) -> None:
+    world = Lone(kv_tokens=kv_tokens)
     taken: list[Turn] = []
 
     def take(turn: Turn) -> None:
@@ -96,7 +98,33 @@ def test_no_token_and_no_second_is_lost_whoever_comes_and_goes(turns: Timed, kee
     assert keeps_tokens or all(not each.made for each in world.back)
     world.books.check(sum(each.made for each in world.back))
     world.engine.check_time()
-    assert world.engine.kv_reserved == 0 and not world.engine.turn_count
+    assert not world.engine.turn_count
+
+
+def test_when_the_cache_is_full_the_youngest_is_put_back_and_read_anew() -> None:
+    # Given a cache that holds two turns as they begin, and one with all that it makes
+    roomy, tight = Lone(), Lone(kv_tokens=4_500)
+    for world in (roomy, tight):
+        for number in range(2):
+            world.engine.begin(world.turn(number, 2_000, 1_000))
+        world.run()
+    assert roomy.engine.preempted_count == 0 < tight.engine.preempted_count <= 3
+    # Then the oldest ends when it would have anyway, or sooner, and the other once it has been read again
+    assert tight.ended[0, 0][0] <= roomy.ended[0, 0][0] < tight.ended[1, 0][0]
+    assert tight.books.prefilled > roomy.books.prefilled + 2_000
+    assert tight.books.made == roomy.books.made == 2_000
+
+
+def test_a_worker_that_knows_what_turns_make_takes_as_many_as_its_cache_holds() -> None:
+    world = Lone(slots=16, kv_tokens=10_000)
+    for number in range(8):
+        world.engine.begin(world.turn(number, 900, 100))
+        world.run()
+    taken = 0
+    while world.engine.can_take(world.turn(8 + taken, 900, 100)):
+        world.engine.begin(world.turn(8 + taken, 900, 100))
+        taken += 1
+    assert taken == 10
 
 
 def test_a_full_batch_makes_more_tokens_a_second_than_one_turn_but_each_is_slower() -> None:

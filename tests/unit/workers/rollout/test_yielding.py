@@ -7,7 +7,7 @@ import asyncio
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.contract.sharing import GuardView
 from rollfab.workers.rollout.turns import TurnSize
-from rollfab.workers.rollout.yielding import YieldRule, overdue, room_for, too_many
+from rollfab.workers.rollout.yielding import YieldRule, overdue, too_many
 from tests.sim.virtual_loop import VirtualClock
 from tests.support.queue.played_worker import Stage
 from tests.support.until import until
@@ -44,18 +44,6 @@ def test_those_with_the_least_tokens_go_first_and_of_these_the_youngest_until_th
     assert too_many(turns, 109) == ["young"]
     assert too_many(turns, 79) == ["young", "old", "some"]
     assert too_many(turns, 0) == ["young", "old", "some", "much"]
-
-
-def test_a_turn_that_may_not_have_been_let_in_counts_with_all_that_it_may_ask_for() -> None:
-    running = size("running", made=40)
-    assert too_many([running, size("new", is_begun=False)], 159) == ["new"]
-    assert too_many([running, size("new", is_begun=False)], 160) == []
-
-
-def test_as_many_are_taken_as_fit_with_all_that_they_may_come_to_hold() -> None:
-    turns = [size("a"), size("b", made=50)]  # 110 each in the end
-    assert [room_for(turns, budget, 110) for budget in (100, 220, 329, 330, 660)] == [0, 0, 0, 1, 4]
-    assert (room_for(turns, 230, None), room_for(turns, 220, None), room_for([], 0, None)) == (1, 0, 0)
 
 
 # ---- a worker
@@ -239,8 +227,8 @@ async def test_a_budget_that_is_cut_gives_back_the_least_progress_and_the_others
         await asyncio.sleep(4.0)
         assert len(stage.ready) == 2
 
-        # When it grows, as many are taken as fit with all that they may ask for
-        guard.limit(3 * 18)
+        # When it grows, as many are taken as fit once the first of those that run has ended
+        guard.limit(17 + 18 + 8)
         await asyncio.sleep(0.5)
         assert (len(stage.engine.turns), len(stage.turns.returned)) == (3, 2)
         guard.limit(None)
@@ -276,7 +264,7 @@ async def test_room_in_a_budget_that_comes_free_is_filled_in_the_exchange_that_h
 @in_virtual_time
 async def test_a_budget_too_small_for_any_turn_is_tried_rarely_and_loses_nothing() -> None:
     guard = PlayedGuard()
-    guard.limit(17)
+    guard.limit(1)
     stage, names = await leased(guard, 3)
     stage.engine.first_count = 0  # not let in
     async with stage.worker(**PATIENT):
@@ -286,6 +274,50 @@ async def test_a_budget_too_small_for_any_turn_is_tried_rarely_and_loses_nothing
         guard.limit(0)
         await asyncio.sleep(20.0)
         assert (stage.ready, stage.engine.turns) == (names, [])
+
+
+@in_virtual_time
+async def test_a_budget_takes_turns_by_what_they_are_likely_to_make_and_gives_back_what_they_make_beyond() -> None:
+    # Given turns that may make 16 tokens, in a budget for three of 10, of which the first ones made 8
+    guard = PlayedGuard()
+    guard.limit(3 * 10)
+    stage, _ = await leased(guard, 12)
+    async with stage.worker(**PATIENT):
+        await until(lambda: len(stage.engine.turns) == 1)
+        for _ in range(2):
+            stage.engine.step(8 - stage.engine.first_count)
+            stage.engine.end()
+            await asyncio.sleep(0.5)
+        # Then as many run as the budget has room for, and none has yielded
+        assert (len(stage.engine.turns), stage.turns.returned) == (3, [])
+
+        # When they make more, then as many yield as must, and go on elsewhere without blame
+        stage.engine.step(10)
+        await asyncio.sleep(0.5)
+        assert len(stage.turns.returned) == 1
+        assert {record.loss for record in stage.table.records.values()} == {0}
+
+
+@in_virtual_time
+async def test_a_worker_takes_no_more_turns_than_its_cache_has_room_for() -> None:
+    # Given an engine with slots for 8, whose cache has room for three turns of 10
+    stage, _ = await leased(PlayedGuard(), 12)
+    stage.guard = None
+    stage.engine.kv_capacity_tokens = 30
+    async with stage.worker(**{**PATIENT, "log_s": 0.05}):
+        # When nothing is known of their size, then it takes as before; the engine lets them wait
+        await until(lambda: len(stage.engine.turns) == 8)
+        stage.engine.step(8 - stage.engine.first_count)
+        stage.engine.end()
+        # When it has seen what they make, then it leaves the others to others
+        await until(lambda: stage.engine.turns)
+        await asyncio.sleep(2.0)
+        assert len(stage.engine.turns) == 3
+        # When they share most of what they hold, then it takes more
+        stage.engine.step(2)
+        stage.engine.kv_used_fraction = 3 / 30
+        await asyncio.sleep(1.0)
+        assert len(stage.engine.turns) == 4
 
 
 @in_virtual_time

@@ -2,7 +2,7 @@
 
 - Oldest first. A lowered running count, or a hold, cuts the youngest: they are ended at the server, keep their tokens,
   and are asked again from there.
-- A limit on KV tokens admits by what a request may come to hold; those that run go on.
+- A limit on KV tokens admits by what requests hold; those that run go on, and go on growing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Turn:
     may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def kv_tokens_max(self) -> int:
-        """The most tokens whose keys and values it may come to hold."""
-        return len(self.ask.input_ids) + self.ask.token_count_max
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values it holds, or will once it has begun."""
+        return len(self.ask.input_ids) + len(self.made)
 
     def stop(self) -> None:
         """Have the request wait from now on; end what runs for it."""
@@ -100,13 +100,13 @@ class Turns:
             return
         turns = [turn for turn in self._turns.values() if not turn.is_aborted]
         running_max = self._running_max()
-        kv_tokens = sum(turn.kv_tokens_max for turn in turns if turn.attempt is not None)
+        kv_tokens = sum(turn.kv_tokens for turn in turns if turn.attempt is not None)
         is_full = False
         for index, turn in enumerate(turns):
             if index >= running_max:
                 turn.stop()
             elif turn.attempt is None:
-                kv_tokens += turn.kv_tokens_max
+                kv_tokens += turn.kv_tokens
                 is_full = is_full or (self._limits.kv_tokens is not None and kv_tokens > self._limits.kv_tokens)
                 if is_full:
                     turn.stop()

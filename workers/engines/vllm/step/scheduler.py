@@ -4,7 +4,7 @@
 - Above a lowered running count the oldest requests go on; the others keep their KV cache and wait.
 - With limits of 0 it schedules nothing, and rests a millisecond between two looks, so that other processes have the
   processor.
-- A KV limit admits requests by what they may come to hold, oldest first; those that run keep what they have.
+- A KV limit admits requests by what they hold, oldest first; those that run keep what they have, and go on growing.
 - Beside a serving engine the guard is asked before each step (serving_guard.py); where it says none, it is asked again
   once the serving engine has done something, or after some milliseconds.
 
@@ -89,13 +89,13 @@ class _Limited(Scheduler):  # type: ignore[misc]
         return finished
 
     def _admissible(self, limits: EngineLimits) -> int:
-        """Count the requests that may run at once, by what all of them may come to hold."""
+        """Count the requests that may run at once, by what all of them hold."""
         if limits.kv_tokens is None:
             return self._own_running_max
-        room = limits.kv_tokens - sum(map(_kv_tokens_max, self.running))
+        room = limits.kv_tokens - sum(request.num_tokens for request in self.running)
         count = len(self.running)
         for request in self.waiting:
-            room -= _kv_tokens_max(request)
+            room -= request.num_tokens
             if room < 0:
                 break
             count += 1
@@ -154,7 +154,3 @@ class LimitedAsyncScheduler(_Limited, AsyncScheduler):  # type: ignore[misc]
 
 def _least(own: int, limit: int | None) -> int:
     return own if limit is None else min(own, limit)
-
-
-def _kv_tokens_max(request: Any) -> int:
-    return int(request.num_prompt_tokens + request.max_tokens)
