@@ -21,6 +21,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 # Those that take no options but --quick and --json: NAME/main.py has FULL, QUICK, measure and print_table.
 PLAIN = {
     "affinity": "Turns that go where their context is cached, over turns that go to whoever asks first.",
+    "room": "Turns taken by the KV cache that they are likely to hold, over turns taken by slots alone (vLLM).",
     "tails": "Groups that take long first, over first come, first served: the time of a step with stragglers.",
     "sharing": "Runs that share two workers by weight, with real engines: who waits for how long, who has what.",
     "engine": "vLLM through the whole fabric, over vLLM's own offline generate; and how soon it stops when told to.",
@@ -209,6 +210,14 @@ def paced(
     from .evaluation.worker import run_paced
 
     run_paced(need_url(url), slot_count=slots, step_s=step, context_tokens=context)
+
+
+@app.command("by-slots", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def by_slots() -> None:
+    """A rollout worker without the rule of room; the words of `rollfab worker` follow."""
+    from .room.main import work_by_slots
+
+    work_by_slots()
 
 
 @app.command("trainer", hidden=True)

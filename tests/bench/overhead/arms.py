@@ -27,7 +27,7 @@ from rollfab.deploy.cli.options import with_ports
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import EnvironmentUnknown, FabricError
-from rollfab.fabric.contract.records import Group, Int32, Sampling
+from rollfab.fabric.contract.records import Group, Int32, Sampling, WorkerInfo
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.tracing.export import COLLECTOR
 from rollfab.trainer.client import Fabric, Run, connect
@@ -162,6 +162,7 @@ class WholeFabric:
         settle_s: float = 0,
         place_count: int | None = None,
         worker: Sequence[str] = (),
+        workers: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         """Make it, not started.
 
@@ -175,17 +176,19 @@ class WholeFabric:
                 and not in the next arm's.
             place_count: environments at once; None: one for each trajectory.
             worker: the command of a rollout worker of another kind, whole.
+            workers: such commands by the worker's name, where they are not alike.
         """
         self._workload = workload
         self._weights = weights
-        self._engine = engine
-        self._worker_count = worker_count
         self._run_options = run_options
         self._collector = collector
         self._sampler = sampler
         self._settle_s = settle_s
         self._place_count = place_count or workload.trajectory_count
-        self._worker = worker
+        own = ["worker", "--model", workload.model, "--slots", str(SLOT_COUNT), "--context", str(CONTEXT_TOKENS)]
+        words = list(worker) or [*own, "--seed", str(SEED), *engine]
+        alike = {f"worker-{index}" if index else "worker": words for index in range(worker_count)}
+        self._workers = workers or alike
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -198,6 +201,7 @@ class WholeFabric:
                 fabric = self._stack.enter_context(connect(self._broker.url))
             self._run = self._open_run(fabric)
             self._run.publish(self._weights, version=0)
+            self._await_workers()
         except BaseException:
             self._stack.close()
             raise
@@ -207,18 +211,14 @@ class WholeFabric:
         self._stack.close()
 
     def _start_roles(self) -> None:
-        workload, count = self._workload, str(self._place_count)
-        engine = ["--slots", str(SLOT_COUNT), "--context", str(CONTEXT_TOKENS), "--seed", str(SEED), *self._engine]
         place = {"ROLLFAB_URL": self._broker.url, COLLECTOR: self._collector}
         for role, words in {
             "controller": [],
-            "agent": ["--environment", METRONOME, "--count", count],
+            "agent": ["--environment", METRONOME, "--count", str(self._place_count)],
         }.items():
             self._supervisor.add(role, [role, *words], is_restarted=False, environment=place)
-        words = list(self._worker) or ["worker", "--model", workload.model, *engine]
-        threads = {"OMP_NUM_THREADS": "1"} if self._worker_count > 1 else {}
-        for index in range(self._worker_count):
-            name = f"worker-{index}" if index else "worker"
+        threads = {"OMP_NUM_THREADS": "1"} if len(self._workers) > 1 else {}
+        for name, words in self._workers.items():
             self._supervisor.add(name, words, is_restarted=False, environment={**place, **threads})
 
     def _open_run(self, fabric: Fabric) -> Run:
@@ -243,10 +243,26 @@ class WholeFabric:
                 if time.monotonic() >= deadline_s:
                     raise
 
+    def _await_workers(self) -> None:
+        """Wait until every worker is there: some engines take long to start.
+
+        Raises:
+            FabricError: a process has ended, or they are not there in time.
+        """
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while len(self._run_workers()) < len(self._workers):
+            self._check_alive()
+            if time.monotonic() >= deadline_s:
+                raise FabricError(f"not all of {', '.join(self._workers)} started within {START_TIMEOUT_S:g} s")
+            time.sleep(0.2)
+
+    def _run_workers(self) -> list[WorkerInfo]:
+        found = with_ports(self._broker.url, lambda ports: ports.board.workers())
+        return [info for info, _ in found.values() if info.role == "dedicated"]
+
     def hit_fraction(self) -> float:
         """Of recent prompts' tokens, those that the workers had in their caches: the mean worker's."""
-        found = with_ports(self._broker.url, lambda ports: ports.board.workers())
-        hits = [info.prefix_hit_fraction for info, _ in found.values()]
+        hits = [info.prefix_hit_fraction for info in self._run_workers()]
         return statistics.fmean(each for each in hits if each is not None)
 
     def _check_alive(self) -> None:
