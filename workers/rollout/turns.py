@@ -56,16 +56,13 @@ class RunningOptions:
 
 
 class RunningTurns:
-    """All turns of one worker, by request id.
-
-    timings: of their run, where what they take is noted. kv_room: what was learned of the run's turns.
-    """
+    """All turns of one worker, by request id. timings: of their run, where what they take is noted."""
 
     def __init__(self, engine: Engine, options: RunningOptions, clock: Clock, *, wake: Callable[[], None]) -> None:
         """wake: called when there is news for the broker."""
         self.watch = EngineWatch(engine, options.stall, clock)
         self.timings = RunTimings()
-        self.kv_room = KvRoom()
+        self._kv_room, self._run_id = KvRoom(), ""
         self._prefill = PrefillSpeed()
         self._coming_back: asyncio.TimerHandle | None = None
         self._engine = engine
@@ -79,6 +76,12 @@ class RunningTurns:
 
     def __len__(self) -> int:
         return len(self._turns)
+
+    def begin_run(self, run_id: str, timings: RunTimings) -> None:
+        """Take turns of this run from now on; what was learned of another's says nothing of them."""
+        if run_id != self._run_id:
+            self._kv_room, self._run_id = KvRoom(), run_id
+        self.timings = timings
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between calls."""
@@ -95,7 +98,7 @@ class RunningTurns:
     def room(self, kv_tokens_max: int) -> int:
         """Count the turns that may begin beside those that run, which are to hold so many tokens together."""
         sizes = self.sizes()
-        count = self.kv_room.count([size.holding(1.0) for size in sizes], kv_tokens_max)
+        count = self._kv_room.count([size.holding(1.0) for size in sizes], kv_tokens_max)
         if count is None:  # of what size they are is not known: one is tried
             return int(kv_tokens_max > sum(size.context_tokens for size in sizes))
         return count
@@ -115,7 +118,7 @@ class RunningTurns:
         sizes = self.sizes()
         begun = sum(size.context_tokens for size in sizes if size.is_begun)
         fraction = min(1.0, stats.kv_used_fraction * capacity / begun) if begun else 1.0
-        count = self.kv_room.count([size.holding(fraction) for size in sizes], capacity, held_fraction=fraction)
+        count = self._kv_room.count([size.holding(fraction) for size in sizes], capacity, held_fraction=fraction)
         return count if sizes or count is None else max(1, count)
 
     # ---- exchange with the broker
@@ -201,7 +204,7 @@ class RunningTurns:
                 self.timings.note("turn_queue", claim.waited_s, trajectory_of(claim.job.turn_id))
             self._turns[turn.request_id] = turn
             size = turn.size(self._options.context_tokens_max)
-            self.kv_room.note_begun(size.context_tokens, size.reserve_tokens - size.context_tokens)
+            self._kv_room.note_begun(size.context_tokens, size.reserve_tokens - size.context_tokens)
             try:
                 self._engine.generate(turn.request(cache_salt(run, claim.job.turn_id)))
             except EngineError as error:
@@ -312,7 +315,7 @@ class RunningTurns:
         if turn is None or ended.finish_reason not in WHOLE:
             return
         name, count = trajectory_of(turn.claim.job.turn_id), len(ended.completion_ids)
-        self.kv_room.note_ended(turn.read_count - len(turn.claim.job.prompt_ids) + count)
+        self._kv_room.note_ended(turn.read_count - len(turn.claim.job.prompt_ids) + count)
         if first_s is None:
             return
         self.timings.note("ttft", first_s, name)

@@ -36,7 +36,6 @@ from ...fabric.host.memory import HeldMemory
 from ...fabric.ports.queue import Fabric, TurnQueue
 from ...fabric.rules.queue.engine_watch import StallRule
 from ...fabric.rules.queue.retries import is_stale
-from ...fabric.rules.queue.room import KvRoom
 from ...fabric.rules.queue.timings import Timings
 from ...fabric.tracing.spans import Spans
 from ..engines.base import Engine
@@ -191,8 +190,8 @@ class RolloutWorker:
             return
         self._turns, self._run = self._fabric.turns(config), config
         self._receiver = self._make_receiver(config.run_id)
-        self._receiver.timings = self._running.timings = self._timings.of(config.run_id)
-        self._running.kv_room = KvRoom()
+        self._receiver.timings = self._timings.of(config.run_id)
+        self._running.begin_run(config.run_id, self._receiver.timings)
         self._receiver.gate = self._committing
         self._receiver.at_commit = _at_commit(config)
         self._receiver.start()

@@ -218,8 +218,8 @@ class WholeFabric:
         }.items():
             self._supervisor.add(role, [role, *words], is_restarted=False, environment=place)
         threads = {"OMP_NUM_THREADS": "1"} if len(self._workers) > 1 else {}
-        for name, words in self._workers.items():
-            self._supervisor.add(name, words, is_restarted=False, environment={**place, **threads})
+        for name, command in self._workers.items():
+            self._supervisor.add(name, command, is_restarted=False, environment={**place, **threads})
 
     def _open_run(self, fabric: Fabric) -> Run:
         workload = self._workload
