@@ -416,12 +416,16 @@ class Cluster:
         share = self._share()
         own = self.index
         free = [e for e in self.engines if e.is_ready and e.turn_count < e.slot_count and e.tenant == own]
+        is_for_any = bool(self._ready) or self._has_stray(free)
         for engine in sorted(free, key=attrgetter("free_since")):
+            if not is_for_any and not self._parked.get(engine.name):
+                continue  # nothing that waits is for it
             while self._ready or self._homed:
                 turn = self._next(engine, share)
                 if turn is None:
                     break
                 self._begin(turn, engine)
+                is_for_any = is_for_any or self._has_stray(free)  # the oldest few are others now
 
     def _next(self, engine: Engine, share: int) -> Turn | None:
         """Take the turn that the broker's script would give to a worker: claim.lua, in its order."""
@@ -481,6 +485,15 @@ class Cluster:
             if waited_s >= patience_s(turn, us_per_token) + grace_s - 1e-9 and not turn.trajectory.is_over:
                 return 0, number, turn
         return None
+
+    def _has_stray(self, free: list[Engine]) -> bool:
+        """Tell whether any of these engines may take a turn of another home."""
+        now_s, s_per_token = self.events.now_s, 1e-6 * min([engine.us_per_token for engine in free], default=0)
+        for turn in islice(self._homed.values(), STRAY_COUNT):
+            waited_s = now_s - turn.waits_since_s + 1e-9
+            if waited_s >= PATIENCE_S or waited_s >= turn.context_tokens * s_per_token:
+                return True
+        return False
 
     def _route(self) -> None:
         """Place as ROSE's router does: where the context is, else where most room is."""

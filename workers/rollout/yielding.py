@@ -89,7 +89,9 @@ class Yielding:
     def due(self) -> list[str]:
         """Look at the guard; return the request ids of turns to give back now."""
         view = self._look()
-        turns = self._running.sizes() if self._guard is not None else []
+        if view.state != SHUT and view.kv_tokens_max is None:
+            return []
+        turns = self._running.sizes()
         names = overdue(turns, view.shut_s, self._rule) if view.state == SHUT else []
         if names:
             self._settle_s = min(view.shut_s, self._rule.claim_after_s_max)

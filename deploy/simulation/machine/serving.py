@@ -144,13 +144,15 @@ class ServingSide:
 
     def read(self, now_s: float) -> ServingState:
         """Show the engine as it is between two steps."""
-        steps = self._steps
-        running = []
-        for each in self.running.values():
-            made = steps - each.first_step + 1
-            running.append(
-                RunningRequest(first_token_at_s=each.first_s, token_count=made, context_tokens=each.prompt + made)
+        after = self._steps + 1
+        running = [
+            RunningRequest(
+                first_token_at_s=each.first_s,
+                token_count=after - each.first_step,
+                context_tokens=each.prompt + after - each.first_step,
             )
+            for each in self.running.values()
+        ]
         return ServingState(
             seen_at_s=now_s,
             waiting=tuple(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from .facts import StepSample, StepWork
 
@@ -30,8 +29,10 @@ STREAK_COUNT = 6  # outliers to one side until it is a change; by chance: once i
 INTERFERENCE_GAIN = 0.05
 INTERFERENCE_MAX = 4.0
 PRICE_MAX: Prices = (10.0, 0.1, 1.0, 0.001)
+LEAST = 1e-30  # of a sum that is divided by
 
-Sums = tuple[float, ...]  # of products of two features, by row: 16, relative to the step's predicted time
+# Of products of two features, relative to the step's predicted time: 00 01 02 03 11 12 13 22 23 33.
+Sums = tuple[float, float, float, float, float, float, float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class StepModel:
     scatter: float = 0.1
     streak: int = 0  # outliers in a row, below 0: steps that were faster
     streak_ratio: float = 1.0  # of time measured to predicted over the streak; its outermost samples count less
-    products: Sums = (0.0,) * 16
+    products: Sums = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     targets: Prices = (0.0, 0.0, 0.0, 0.0)
     seen: tuple[StepSample, ...] = ()  # while cold
 
@@ -58,12 +59,10 @@ def cold(base_s: float, prefill_s_per_token: float, decode_s_per_sequence: float
     """
     prices = (base_s, prefill_s_per_token, decode_s_per_sequence, 0.0)
     assert base_s > 0 and min(prices) >= 0
-    products, targets = [0.0] * 16, [0.0] * 4
-    for index, price in enumerate(prices):
-        if price > 0:
-            products[5 * index] = 0.1 / (price * price)
-            targets[index] = 0.1 / price
-    return StepModel(prices=prices, products=tuple(products), targets=(targets[0], targets[1], targets[2], targets[3]))
+    one, two, three, four = [0.1 / (price * price) if price > 0 else 0.0 for price in prices]
+    t0, t1, t2, t3 = [0.1 / price if price > 0 else 0.0 for price in prices]
+    products = (one, 0.0, 0.0, 0.0, two, 0.0, 0.0, three, 0.0, four)
+    return StepModel(prices=prices, products=products, targets=(t0, t1, t2, t3))
 
 
 def predict(model: StepModel, work: StepWork, is_shared: bool = False) -> float:
@@ -130,50 +129,69 @@ def _changed(model: StepModel) -> StepModel:
     """Multiply all prices by the streak's ratio; the samples before it keep a tenth of their weight."""
     by = model.streak_ratio
     prices, targets = model.prices, model.targets
+    a, b, c, d, e, f, g, h, i, j = [0.1 * each / (by * by) for each in model.products]
     # Products hold 1/predicted², targets 1/predicted: both are restated for the new prices.
     return replace(
         model,
         prices=(prices[0] * by, prices[1] * by, prices[2] * by, prices[3] * by),
-        products=tuple([0.1 * each / (by * by) for each in model.products]),
+        products=(a, b, c, d, e, f, g, h, i, j),
         targets=(0.1 * targets[0] / by, 0.1 * targets[1] / by, 0.1 * targets[2] / by, 0.1 * targets[3] / by),
         streak=0,
     )
 
 
-def _learned(model: StepModel, work: StepWork, expected: float, ratio: float, **changes: Any) -> StepModel:
+def _learned(
+    model: StepModel,
+    work: StepWork,
+    expected: float,
+    ratio: float,
+    *,
+    scatter: float | None = None,
+    margin: float | None = None,
+    streak: int | None = None,
+    streak_ratio: float | None = None,
+) -> StepModel:
     """Add one row to the sums, and go towards the prices that fit them best, one price at a time, none below 0.
 
     Rows are divided by the step's predicted time, so a short step counts as much as a long one. Along what the samples
-    do not tell apart, prices stay where they are.
+    do not tell apart, prices stay where they are. Written out, as it is done for every step of a serving engine.
     """
     keep = 1.0 - 1.0 / MEMORY_COUNT
-    row = (1.0 / expected, work.prefill_tokens / expected, work.decode_count / expected, work.context_tokens / expected)
-    new = [left * right for left in row for right in row]
-    products = [keep * before + each for before, each in zip(model.products, new, strict=True)]
+    r0, r1 = 1.0 / expected, work.prefill_tokens / expected
+    r2, r3 = work.decode_count / expected, work.context_tokens / expected
+    q00, q01, q02, q03, q11, q12, q13, q22, q23, q33 = model.products
+    q00, q01, q02, q03 = keep * q00 + r0 * r0, keep * q01 + r0 * r1, keep * q02 + r0 * r2, keep * q03 + r0 * r3
+    q11, q12, q13 = keep * q11 + r1 * r1, keep * q12 + r1 * r2, keep * q13 + r1 * r3
+    q22, q23, q33 = keep * q22 + r2 * r2, keep * q23 + r2 * r3, keep * q33 + r3 * r3
     t0, t1, t2, t3 = model.targets
-    targets = (
-        keep * t0 + row[0] * ratio,
-        keep * t1 + row[1] * ratio,
-        keep * t2 + row[2] * ratio,
-        keep * t3 + row[3] * ratio,
-    )
-    p = list(model.prices)
+    t0, t1, t2, t3 = keep * t0 + r0 * ratio, keep * t1 + r1 * ratio, keep * t2 + r2 * ratio, keep * t3 + r3 * ratio
+    p0, p1, p2, p3 = model.prices
+    most0, most1, most2, most3 = PRICE_MAX
     for _ in range(2):
-        for i, bound in enumerate(PRICE_MAX):
-            own = products[5 * i]
-            if own > 1e-30:
-                at = 4 * i
-                all_of_them = (
-                    products[at] * p[0] + products[at + 1] * p[1] + products[at + 2] * p[2] + products[at + 3] * p[3]
-                )
-                p[i] = min(max(p[i] + (targets[i] - all_of_them) / own, 0.0), bound)
-    return replace(
-        model,
-        prices=(p[0], p[1], p[2], p[3]),
-        products=tuple(products),
-        targets=targets,
+        if q00 > LEAST:
+            p0 += (t0 - (q00 * p0 + q01 * p1 + q02 * p2 + q03 * p3)) / q00
+            p0 = 0.0 if p0 < 0.0 else most0 if p0 > most0 else p0
+        if q11 > LEAST:
+            p1 += (t1 - (q01 * p0 + q11 * p1 + q12 * p2 + q13 * p3)) / q11
+            p1 = 0.0 if p1 < 0.0 else most1 if p1 > most1 else p1
+        if q22 > LEAST:
+            p2 += (t2 - (q02 * p0 + q12 * p1 + q22 * p2 + q23 * p3)) / q22
+            p2 = 0.0 if p2 < 0.0 else most2 if p2 > most2 else p2
+        if q33 > LEAST:
+            p3 += (t3 - (q03 * p0 + q13 * p1 + q23 * p2 + q33 * p3)) / q33
+            p3 = 0.0 if p3 < 0.0 else most3 if p3 > most3 else p3
+    return StepModel(
+        prices=(p0, p1, p2, p3),
+        margin=model.margin if margin is None else margin,
+        interference=model.interference,
         sample_count=min(model.sample_count + 1, 1_000_000),
-        **changes,
+        shared_count=model.shared_count,
+        scatter=model.scatter if scatter is None else scatter,
+        streak=model.streak if streak is None else streak,
+        streak_ratio=model.streak_ratio if streak_ratio is None else streak_ratio,
+        products=(q00, q01, q02, q03, q11, q12, q13, q22, q23, q33),
+        targets=(t0, t1, t2, t3),
+        seen=model.seen,
     )
 
 
