@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from ..fabric.broker.connection import mask_url
 from ..fabric.broker.embedded import EmbeddedBroker
 from ..fabric.contract.agreement import Agreement, AlarmRule
 from ..fabric.contract.errors import ConfigError, FabricError
@@ -425,7 +426,7 @@ def connect(url: str | None = None, *, data_directory: str | Path | None = None)
     Args:
         url: redis://, rediss://, unix:// or redis+sentinel://; any node of a cluster. Default: the environment's
             ROLLFAB_URL; without it a private real server is started, and stopped when this connection is closed.
-        data_directory: where a private server keeps its data; default a temporary directory.
+        data_directory: where a private server keeps its data; default a temporary directory, and a warning that says so.
 
     Raises:
         ConfigError: the URL is not one of ours.
@@ -436,6 +437,12 @@ def connect(url: str | None = None, *, data_directory: str | Path | None = None)
     if url is None:
         broker = EmbeddedBroker.start(Path(data_directory) if data_directory is not None else None)
         url = broker.url
+        if data_directory is None:  # else it is clearly meant
+            log.warning(
+                "connect() was given no URL and ROLLFAB_URL is not set: this fabric is the program's own, at %s, and"
+                " ends with it. To use one that runs, set ROLLFAB_URL to what `rollfab up` printed there",
+                mask_url(url),
+            )
     loop = _Loop()
     try:
         return Fabric(loop, loop.call(aio.connect(url)), broker)

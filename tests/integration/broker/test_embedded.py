@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import rollfab
 from rollfab.fabric.broker.connection import check_broker, open_broker
 from rollfab.fabric.broker.embedded import EmbeddedBroker, starter_of
 from rollfab.fabric.contract.errors import BrokerError, ConfigError
@@ -79,6 +80,18 @@ def test_a_temporary_broker_leaves_nothing_behind() -> None:
     assert not broker.data_directory.exists()
     assert is_gone(broker.pid)
     broker.stop()  # a second time does nothing
+
+
+def test_who_forgets_the_url_is_told_that_this_fabric_is_its_own(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("ROLLFAB_URL", raising=False)
+    with rollfab.connect() as fabric:
+        (said,) = caplog.messages
+        assert fabric.url in said and "ROLLFAB_URL is not set" in said and "ends with it" in said
+    caplog.clear()
+    with rollfab.connect(data_directory=home) as meant, rollfab.connect(meant.url):
+        assert caplog.messages == []
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
