@@ -426,7 +426,7 @@ def connect(url: str | None = None, *, data_directory: str | Path | None = None)
     Args:
         url: redis://, rediss://, unix:// or redis+sentinel://; any node of a cluster. Default: the environment's
             ROLLFAB_URL; without it a private real server is started, and stopped when this connection is closed.
-        data_directory: where a private server keeps its data; default a temporary directory, and a warning that says so.
+        data_directory: where a private server keeps its data; default: in a temporary directory, and says so.
 
     Raises:
         ConfigError: the URL is not one of ours.
