@@ -63,6 +63,7 @@ class RunningTurns:
         self.watch = EngineWatch(engine, options.stall, clock)
         self.timings = RunTimings()
         self._kv_room, self._run_id = KvRoom(), ""
+        self._capacity: int | None = None  # of the engine's KV cache, in tokens
         self._prefill = PrefillSpeed()
         self._coming_back: asyncio.TimerHandle | None = None
         self._engine = engine
@@ -111,13 +112,14 @@ class RunningTurns:
         Raises:
             EngineError: the engine is gone.
         """
-        stats, most = self._engine.stats(), self._options.context_tokens_max
-        capacity = stats.kv_capacity_tokens
+        if self._capacity is None:  # it never changes
+            self._capacity = self._engine.stats().kv_capacity_tokens
+        capacity, most = self._capacity, self._options.context_tokens_max
         if not capacity or (most is not None and slot_count * most <= capacity):
             return None
         sizes = self.sizes()
         begun = sum(size.context_tokens for size in sizes if size.is_begun)
-        fraction = min(1.0, stats.kv_used_fraction * capacity / begun) if begun else 1.0
+        fraction = min(1.0, self._engine.stats().kv_used_fraction * capacity / begun) if begun else 1.0
         count = self._kv_room.count([size.holding(fraction) for size in sizes], capacity, held_fraction=fraction)
         return count if sizes or count is None else max(1, count)
 
