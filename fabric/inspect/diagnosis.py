@@ -443,7 +443,8 @@ def _unleased(view: _View) -> Iterator[Cause]:
             more = "; and others" if len(reasons[code]) > NAME_COUNT else ""
             if code == "lend_off" and all(each.role == "serving" for each in view.holders.values()):
                 text = f"no dedicated worker of its model is connected, and {text}"
-                step = f"{step}; or start a dedicated one: `rollfab worker --model {_plain(view.config.model)}`"
+                step = f"{step}; or start a dedicated one: `rollfab worker --model MODEL`"
+            step = step.replace("MODEL", _plain(view.config.model))
             yield view.cause(code, text.format(run=view.name) + named + more, step, kind=kind)
 
 
@@ -458,7 +459,7 @@ _LEASE_WORDS = {
     "guard_shut": ("serving needs the device of every worker for {run} now. ", "See why: `rollfab lend report`"),
     "takes_turns": (
         "the workers of its model serve another run before {run}. ",
-        "Wait for its turn, or start another worker of that model: `rollfab worker --model NAME`",
+        "Wait for its turn, or start another worker of that model: `rollfab worker --model MODEL`",
     ),
     "no_lease": ("no worker is given a lease for {run}. ", "See the controller's plan: `rollfab status`"),
 }

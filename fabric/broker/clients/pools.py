@@ -117,6 +117,8 @@ class Pools:
 log = logging.getLogger(__name__)
 
 SAY_AGAIN_S = 60.0  # to all that wait for the same broker
+LATE_S = 0.25  # of a timer, by which a process that was frozen or had no processor knows it
+LOOK_AGAIN_S = 1.0  # then
 said_at_s: dict[str, float] = {}  # by the broker's name
 
 
@@ -153,10 +155,14 @@ class _Prompt:
                 self._teller.cancel()
                 self._teller = None
 
-    def _tell(self: Any) -> None:
+    def _tell(self: Any, due_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() - due_s > LATE_S:  # it is we who stood still: what came meanwhile is not read yet
+            self._teller = loop.call_later(LOOK_AGAIN_S, self._tell, loop.time() + LOOK_AGAIN_S)
+            return
         options = {"path": self.path} if hasattr(self, "path") else {"host": self.host, "port": self.port}
         name = name_of({**options, "db": self.db}, is_tls=isinstance(self, redis.asyncio.SSLConnection))
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop.time()
         if now_s - said_at_s.get(name, float("-inf")) >= SAY_AGAIN_S:
             said_at_s[name] = now_s
             left_s = max(0.0, (self.socket_timeout or 0.0) - SAY_AFTER_S)
@@ -178,7 +184,8 @@ class _Prompt:
                 self._writer.writelines([raw] if isinstance(raw, bytes) else raw)
                 await self._writer.drain()
             if not blocks and self._teller is None:
-                self._teller = asyncio.get_running_loop().call_later(SAY_AFTER_S, self._tell)
+                loop = asyncio.get_running_loop()
+                self._teller = loop.call_later(SAY_AFTER_S, self._tell, loop.time() + SAY_AFTER_S)
         except TimeoutError:
             await self.disconnect(nowait=True)
             raise exceptions.TimeoutError("Timeout writing to socket") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -44,6 +45,23 @@ async def test_who_asks_nothing_is_not_told_that_the_broker_is_silent(
 
     assert await Channel(client).ask_many([]) == []
     await asyncio.sleep(0.2)
+
+    assert caplog.messages == []
+
+
+async def test_who_stood_still_himself_does_not_blame_the_broker(
+    client: Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = Channel(client)
+    await channel.ask("PING")
+    monkeypatch.setattr(pools, "SAY_AFTER_S", 0.05)
+
+    asked = asyncio.create_task(channel.ask("EVAL", "for i = 1, 1e6 do end return 7", 0))  # some milliseconds
+    for _ in range(20):
+        await asyncio.sleep(0)  # until it is sent
+    assert not asked.done()
+    time.sleep(0.5)  # noqa: ASYNC251 - the loop is to stand still
+    assert await asked == 7
 
     assert caplog.messages == []
 
