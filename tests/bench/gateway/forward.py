@@ -32,7 +32,8 @@ def main() -> None:
 
 def _app(url: str) -> web.Application:
     async def opened(app: web.Application) -> None:
-        app[CLIENT] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+        app[CLIENT] = aiohttp.ClientSession(connector=connector)
 
     async def forward(request: web.Request) -> web.Response:
         kind = {"content-type": request.content_type}
@@ -47,6 +48,7 @@ def _app(url: str) -> web.Application:
 
 
 CLIENT = web.AppKey("client", aiohttp.ClientSession)
+IDLE_S = 2.0  # of a connection that is kept: vLLM closes it after 5, also in the moment of a request
 
 if __name__ == "__main__":
     main()
