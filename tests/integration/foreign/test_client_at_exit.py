@@ -1,4 +1,4 @@
-"""A script that never closes its connection: however it ends, it says nothing of ours and leaves nothing behind."""
+"""A script that never closes its connection: however it ends, it says nothing of its end and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_a_script_that_ends_without_close_ends_quietly(end: str, code: int, says
         env={**os.environ, "BROKER": ""},
     )
     assert done.returncode == code
-    told = done.stderr.splitlines()
+    own, *told = done.stderr.splitlines()
+    assert own.startswith("connect() was given no URL")
     assert (told[-1] if told else "") == says
     assert not [line for line in told if "Warning" in line or "ignored" in line or "asyncio" in line], done.stderr
     home = Path(done.stdout.removeprefix("unix://").strip()).parent
