@@ -8,6 +8,8 @@
   sums that are not theirs, a commit that did not run through, a head that went back. A keyframe heals that.
 - A receiver that lags takes all missing versions in one commit, by whichever way is fewer bytes. Where the way was
   deleted while it was walked, it commits what has come, and goes on from there.
+- Weights are recognised: before anything of a run is fetched, the sums of the live weights are compared with those of
+  its versions. A worker that served the run before, or another with the same weights, fetches what it lacks alone.
 - The first weights of a run, and those that heal a doubt, are read back from the engine and compared in full before
   they count as live; so are all, now and then. Between, the sums of the live state are carried along.
 - Where the engine's ranks stage their own parts (engines/ranks.py), versions are only gathered here for them.
@@ -98,6 +100,9 @@ class WeightReceiver:
         version: the version live in the engine, -1 before the first.
         head_version: the head as last seen.
         last: report of the last commit.
+        ready_s: what it took from `start` until a version was live; None: none is yet.
+        is_engine_still: whether no commit can be under way in the engine, of this receiver or of one before it: then
+            the live weights stay what they are.
         note: what the engine cannot do of `at_commit`, and does instead; None: it can.
         gate: entered around every commit, which waits until it is through.
         at_commit: what becomes of turns in flight.
@@ -130,6 +135,8 @@ class WeightReceiver:
         self.version = -1
         self.head_version = -1
         self.last: ApplyReport | None = None
+        self.ready_s: float | None = None
+        self.is_engine_still = True
         self.note: str | None = None
         self.gate: Gate = contextlib.nullcontext
         self.at_commit = AtCommit()
@@ -152,9 +159,11 @@ class WeightReceiver:
         self._audited_version = -1  # the last one that an audit, or a step towards it, was considered at
         self._sums: Sums | None = None  # of the live state
         self._is_in_doubt = True  # whether the live weights may not be `version`
+        self._has_looked = False  # whether they are a version of the run
         self._failure_count = 0
         self._error: FabricError | None = None
         self._changed = asyncio.Event()
+        self._started_s = self._clock.now_s()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -189,6 +198,7 @@ class WeightReceiver:
         assert self._task is None
         if self._holding is not None:
             self._holding.start()
+        self._started_s = self._clock.now_s()
         self._task = asyncio.create_task(self._follow(), name=f"weights {self._run_id}")
 
     async def close(self) -> None:
@@ -229,6 +239,8 @@ class WeightReceiver:
             self._reader = ChainReader(self._store, self._run_id)
         if head.version < 0 or (head.version == self.version and not self._is_in_doubt):
             return False
+        if await self._recognise(head) and self.version == head.version:
+            return True
         try:
             await self._bring_to(head)
         except (WeightError, WireError) as error:
@@ -266,14 +278,45 @@ class WeightReceiver:
             log.error("weights.live_are_wrong", extra={"run_id": self._run_id, "policy_version": self.version})
             self._is_in_doubt = True
 
+    async def _recognise(self, head: Head) -> bool:
+        """Take what is live for the newest version that has its sums; once, before the first version."""
+        if self._has_looked or self.version >= 0 or not self.is_engine_still:
+            return False
+        names = [name for name in await self._store.held(self._run_id) if name[0] <= head.version]
+        held = await readable(self._store, self._run_id, names)
+        self._has_looked = True
+        try:
+            sums = await self._live_sums() if held else NO_SUMS
+            version = max((each.version for each in held.values() if np.array_equal(sums, each.sums)), default=None)
+            if version is None:
+                return False
+            await self._reader.plan(version, head.version, epoch=head.epoch)
+        except (ChainBroken, DigestMismatch):  # nothing leads on from it; or ranks that hold the same differ in it
+            return False
+        async with self.gate():
+            await self._name_live(Staged(version, {}, sums))
+            self._hold(version, head, sums)
+        self._audited_version = version
+        log.info("weights.recognised", extra={"run_id": self._run_id, "policy_version": version})
+        self._tell_change()
+        return True
+
+    async def _name_live(self, same: Staged) -> None:
+        """Commit nothing but the version's name: what these weights have computed may be used on."""
+        try:
+            await self._engine.apply(same, turns="keep", may_reuse_prefix=True)
+        except EngineUnsupported:
+            await self._engine.apply(same, turns="recompute")
+
     async def _bring_to(self, head: Head) -> None:
         started_s = self._clock.now_s()
         is_known = not self._is_in_doubt
         manifests, staged, head = await self._stage(head)
         stage_s = self._clock.now_s() - started_s
         async with self.gate():
-            self._is_in_doubt = True  # until the commit is through
+            self._is_in_doubt, self.is_engine_still = True, False  # until the commit is through
             pause_s = await self._apply(staged, is_known=is_known)
+            self.is_engine_still = True
             if is_known:
                 self._hold(staged.version, head, staged.sums)
         if not is_known:
@@ -289,12 +332,15 @@ class WeightReceiver:
         self.timings.note("weights_stage", stage_s)
         self.timings.note("weights_switch", pause_s)
         log.info("weights.applied", extra={"run_id": self._run_id, "policy_version": self.version, "stage_s": stage_s})
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._tell_change()
         every = self._options.audit_every
         if is_known and every and self.version // every > self._audited_version // every:
             self._sums = await self._look_at_live(manifests[-1])
         self._audited_version = self.version
+
+    def _tell_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     @property
     def _ranks(self) -> Ranks | None:
@@ -362,6 +408,8 @@ class WeightReceiver:
         """The engine holds `version` now, for certain."""
         self._commit_count += 1
         self.version, self._moved_by = version, head.moved_by
+        if self.ready_s is None:
+            self.ready_s = self._clock.now_s() - self._started_s
         self._is_in_doubt, self._sums = False, sums  # last: `stamp` is read by threads, too
         if self._holding is not None:
             self._holding.move(version)

@@ -100,6 +100,7 @@ class RolloutWorker:
         self._run: RunConfig | None = None
         self._turns: TurnQueue | None = None
         self._receiver: WeightReceiver | None = None
+        self._is_engine_still = True  # see WeightReceiver
         self._ring: asyncio.Task[None] | None = None
         self._may_begin = True
         self._is_overdue = False  # turns that should finish have taken too long
@@ -194,6 +195,7 @@ class RolloutWorker:
         self._running.begin_run(config.run_id, self._receiver.timings)
         self._receiver.gate = self._committing
         self._receiver.at_commit = _at_commit(config)
+        self._receiver.is_engine_still = self._is_engine_still
         self._receiver.start()
 
     def _is_awake(self) -> bool:
@@ -251,6 +253,7 @@ class RolloutWorker:
     async def _stop_receiving(self) -> None:
         if self._receiver is not None:
             await self._receiver.close()
+            self._is_engine_still = self._receiver.is_engine_still
         self._receiver = None
 
     async def _leave(self) -> None:
