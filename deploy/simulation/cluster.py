@@ -234,12 +234,13 @@ class Cluster:
         if engine.guard is not None:
             engine.guard.orders = GuardOrders(is_lent=True, policy=int(self.setup.policy is not None))
         if engine.name not in self.dead:
-            setup_s = self.setup_s(engine) - (self.setup.activation_s if is_awake else 0.0)
-            self.events.after(setup_s, self._got_ready, engine, number)
+            fetch_s = self._fetch_s(engine)
+            wake_s = 0.0 if is_awake else self.setup.activation_s
+            self.events.after(wake_s + fetch_s, self._got_ready, engine, number, fetch_s)
 
-    def _got_ready(self, engine: Engine, number: int) -> None:
+    def _got_ready(self, engine: Engine, number: int, fetch_s: float) -> None:
         if engine.is_leased and self._leases[engine.name] == number:
-            engine.is_ready = True
+            engine.is_ready, engine.fetched_s = True, fetch_s
             if engine.version != self.head_version:
                 engine.forget_prefixes()
             engine.version = self.head_version
@@ -254,9 +255,8 @@ class Cluster:
         engine.take_back(engine.turns(), keeps_tokens=self.setup.keeps_tokens)
         self.place()  # what waited for it alone
 
-    def setup_s(self, engine: Engine) -> float:
-        """Return the seconds until an engine that is not lent could run turns."""
-        return self.setup.activation_s + (self.setup.fetch_s if engine.version != self.head_version else 0.0)
+    def _fetch_s(self, engine: Engine) -> float:
+        return self.setup.fetch_s if engine.version != self.head_version else 0.0
 
     def publish(self) -> None:
         """Give all engines that work for the run new weights; prefixes of older ones are of no use."""

@@ -344,7 +344,7 @@ class Planned(Nobody):
             state="ready" if engine.is_leased else "asleep",
             head_version=run.head_version,
             wake_ms=int(1000 * setup.activation_s) if has_woken else None,
-            stage_ms=int(1000 * setup.fetch_s) if has_woken else None,
+            switch_ms=None if engine.fetched_s is None else int(1000 * engine.fetched_s),
             pool="" if view is None else POOL if engine in cluster.offered else KEPT,
             headroom_fraction=view.headroom_fraction if view else None,
             load_fraction=view.load_fraction if view else None,

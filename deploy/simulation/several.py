@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...fabric.rules.lending.capacity import CapacityRule
+from ...fabric.rules.lending.division import slice_of
 from .cluster import Cluster
 
 LOOK_S = 0.5  # between two looks
@@ -76,7 +77,8 @@ class Sharing:
             is_waiting = run in busy and not slots[run.index]
             self._waits_s[run.index] = self._waits_s[run.index] + LOOK_S if is_waiting else 0.0
             if is_waiting and worker_count:
-                turn_s = CapacityRule().slice_s * weights / (run.run.weight * worker_count)
+                slice_s = slice_of(cluster.setup.fetch_s, CapacityRule())
+                turn_s = slice_s * weights / (run.run.weight * worker_count)
                 self._longest[run.index] = max(self._longest[run.index], self._waits_s[run.index] / turn_s)
 
     def of(self, run: Cluster, step_s: float) -> Shared:

@@ -506,6 +506,8 @@ class WorkerInfo(Record):
     """What putting it to sleep took last."""
     sleep_note: str | None = None
     """Why its engine cannot sleep or give its memory back, where it was asked to."""
+    switch_ms: int | None = None
+    """What it took when it came to a run last, until weights of that were live; null before the first."""
     head_version: int = -1
     """Of its run, as it knows it."""
     stage_ms: int | None = None

@@ -1,7 +1,7 @@
 """The facts of a capacity plan, from the board's readings, and since when each has been so.
 
-- A reading shows one moment. The census keeps the facts that take time: how long demand has been gone, a guard shut, a
-  lease in doubt, when a worker was taken back, and how fast its slots were while it was lent.
+- A reading shows one moment. The census keeps the facts that take time: how long demand has been gone, or a worker of
+  no use, a guard shut, a lease in doubt, when a worker was taken back, and how fast its slots were while it was lent.
 - All of it may be lost: a controller that starts anew counts from then on.
 """
 
@@ -15,6 +15,7 @@ from ...fabric.contract.records import WorkerInfo
 from ...fabric.contract.sharing import ALL, LendSetting
 from ...fabric.ports.queue import RunStatus, Survey
 from ...fabric.rules.lending.capacity import Grant, RunFacts, WorkerFacts
+from ...fabric.rules.lending.capacity_facts import SWITCH_S_MAX
 from ...fabric.rules.lending.hours import minute_of_week
 from ...fabric.rules.lending.lease import has_ended
 from ...fabric.rules.lending.terms import LendTerms, terms
@@ -70,6 +71,9 @@ class Census:
         self._doubt_at_s: dict[str, float] = {}
         self._withdrawn_at_s: dict[str, float] = {}
         self._speeds: dict[str, _Speed] = {}
+        self._switching: dict[str, tuple[str, float]] = {}  # worker → run that it goes to, and since when
+        self._given: dict[str, list[int]] = {}  # run → slots of its workers, by the last plan
+        self._spare_at_s: dict[str, float] = {}
         self._moved: dict[
             str, tuple[int, int]
         ] = {}  # run → sum of its signs of progress, and since when (ms, fabric's clock)
@@ -108,7 +112,7 @@ class Census:
         }
         offers = _Offers(lends, minute_of_week(wall_ms))
         return [
-            self._worker(info, leased.get(info.worker_id), survey.runs, now_s, offers.of(info))
+            self._worker(info, leased.get(info.worker_id), now_s, offers.of(info))
             for info in infos
             if info.role in ROLES
         ]
@@ -117,7 +121,6 @@ class Census:
         self,
         info: WorkerInfo,
         leased: str | None,
-        runs: Mapping[str, RunStatus],
         now_s: float,
         offer: tuple[int | None, str],
     ) -> WorkerFacts:
@@ -141,7 +144,8 @@ class Census:
             run_id=run_id,
             is_lent=leased is not None,
             activation_ms=_activation_ms(info) if leased is None else 0,  # under a lease it is waking already
-            fetch_ms=_fetch_ms(info, runs.get(run_id or "")) if leased is None else 0,
+            fetch_ms=(info.switch_ms or 0) if leased is None else 0,
+            switch_s=self._switch_s(info, leased, now_s),
             probe=info.probe,
             guard_state=info.guard_state,
             shut_s=now_s - self._shut_at_s.setdefault(name, now_s) if info.guard_state == "shut" else 0.0,
@@ -150,6 +154,22 @@ class Census:
             doubt_s=now_s - self._doubt_at_s.get(name, now_s),
             withdrawn_s=now_s - self._withdrawn_at_s.get(name, -math.inf),
         )
+
+    def _switch_s(self, info: WorkerInfo, leased: str | None, now_s: float) -> float:
+        """Say what going to another run takes: as long as the last time, or SWITCH_S_MAX while it is under way.
+
+        Something that keeps the worker from arriving, and that it knows, is no reason to wait for it.
+        """
+        name, known_s = info.worker_id, (info.switch_ms or 0) / 1000
+        is_there = info.run_id == leased and info.active_version >= 0
+        if leased is None or is_there or info.state == "failed" or info.error or info.weights_note:
+            self._switching.pop(name, None)
+            return known_s
+        run_id, since_s = self._switching.get(name, ("", 0.0))
+        if run_id != leased:
+            self._switching[name] = leased, now_s
+            return SWITCH_S_MAX
+        return SWITCH_S_MAX if now_s - since_s < SWITCH_S_MAX else known_s
 
     def run(self, status: RunStatus, now_s: float) -> RunFacts:
         """Make the facts of one run.
@@ -172,8 +192,17 @@ class Census:
             has_weights=status.head_version >= 0,
             open_count=open_count,
             idle_s=now_s - self._busy_at_s[run_id],
+            spare_s=self._spare_s(run_id, open_count, now_s),
             left_tokens=_left_tokens(status, queued, running),
         )
+
+    def _spare_s(self, run_id: str, open_count: int, now_s: float) -> float:
+        """Return how long the run has had a worker more than it has work for."""
+        given = self._given.get(run_id)
+        if not given or open_count > sum(given) - min(given):
+            self._spare_at_s.pop(run_id, None)
+            return 0.0
+        return now_s - self._spare_at_s.setdefault(run_id, now_s)
 
     def learn(self, facts: Sequence[WorkerFacts], grants: Sequence[Grant], now_s: float) -> None:
         """Note the decision on each worker: when a doubt began or ended, and when serving took the worker back."""
@@ -184,11 +213,16 @@ class Census:
                 self._doubt_at_s.pop(worker.worker_id, None)
             if worker.is_lent and grant.is_for_serving and not grant.slot_count:
                 self._withdrawn_at_s[worker.worker_id] = now_s
+        self._given = {}
+        for grant in grants:
+            if grant.run_id is not None:
+                self._given.setdefault(grant.run_id, []).append(grant.slot_count)
+        self._spare_at_s = {run_id: at_s for run_id, at_s in self._spare_at_s.items() if run_id in self._given}
         self._forget({worker.worker_id for worker in facts})
 
     def _forget(self, known: set[str]) -> None:
         """Drop the entries of workers that are gone."""
-        for table in (self._shut_at_s, self._doubt_at_s, self._withdrawn_at_s, self._speeds):
+        for table in (self._shut_at_s, self._doubt_at_s, self._withdrawn_at_s, self._speeds, self._switching):
             for name in [name for name in table if name not in known]:
                 del table[name]
 
@@ -221,14 +255,6 @@ def _activation_ms(info: WorkerInfo) -> int:
     if info.state != "asleep":
         return 0
     return max(1, WAKE_MS if info.wake_ms is None else info.wake_ms)
-
-
-def _fetch_ms(info: WorkerInfo, status: RunStatus | None) -> int:
-    """Estimate the fetch of weights by the last one, ms; 0 if the worker's weights are of this run and new enough."""
-    if status is None or info.run_id != status.config.run_id:
-        return info.stage_ms or 0
-    is_old = status.head_version - info.active_version > status.config.staleness
-    return (info.stage_ms or 0) if is_old else 0
 
 
 def _left_tokens(status: RunStatus, queued: int, running: int) -> float | None:

@@ -51,6 +51,7 @@ class WorkerReport:
         self._readiness = readiness
         self._guard = guard
         self._held = held
+        self._switch_ms: int | None = None
         self._hits = PrefixHits(clock)
         self._pace = TokenPace(clock)
 
@@ -80,6 +81,8 @@ class WorkerReport:
         view = (self._guard() or GuardView()) if self._guard is not None else None
         commit = receiver.last if receiver is not None else None
         unseen = view.probe_trouble if view else None
+        if receiver is not None and receiver.ready_s is not None:
+            self._switch_ms = round(1000 * receiver.ready_s)
         error = trouble or unseen or (behind if is_stale else None)
         if trouble:
             state = "failed"
@@ -111,6 +114,7 @@ class WorkerReport:
             wake_ms=readiness.wake_ms,
             sleep_ms=readiness.sleep_ms,
             sleep_note=readiness.sleep_note,
+            switch_ms=self._switch_ms,
             head_version=receiver.head_version if receiver is not None else -1,
             stage_ms=round(1000 * commit.stage_s) if commit is not None else None,
             pause_ms=round(1000 * commit.pause_s, 2) if commit is not None else None,

@@ -75,6 +75,7 @@ class Engine:
         self.is_ready = serving is None  # awake, with the weights
         self.version = -1
         self.tenant = 0  # the number of the run that it works for, or did last
+        self.fetched_s: float | None = None  # what it took to get that one's weights last
         self.may_take: Callable[[], int | None] | None = None  # the worker's own word; None: it sets no bound
         self.turn_count = 0  # that it holds
         self.token_count = self.preempted_count = 0
@@ -192,7 +193,7 @@ class Engine:
     def restart(self) -> None:
         """Begin as a new process, without weights, and with nothing learned."""
         self.forget_prefixes()
-        self.version = -1
+        self.version, self.fetched_s = -1, None
         self._prefill, self._kv_room = PrefillSpeed(), KvRoom()
         self.us_per_token = self._prefill.us_per_token
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .capacity_facts import CapacityRule, Grant, RunFacts, WorkerFacts, is_same_model
-from .division import Offer, divide
+from .division import Offer, divide, slice_of
 
 __all__ = ["CapacityRule", "Grant", "RunFacts", "WorkerFacts", "plan"]
 
@@ -32,7 +32,8 @@ def plan(workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: Capacit
     grants: dict[str, Grant] = {}
     for (model, digest), group in by_model.items():
         known = [run for run in runs if is_same_model(model, digest, run.model, run.model_digest)]
-        grants |= _Lending(group, _fitting(known), rule, _idle_reason(model, known)).grants()
+        fitting = [run for run in known if run.has_weights]
+        grants |= _Lending(group, fitting, rule, _idle_reason(model, known)).grants()
     return [grants[worker.worker_id] for worker in workers]
 
 
@@ -49,12 +50,6 @@ def _risk_level(worker: WorkerFacts) -> int:
     headroom = 1.0 if worker.headroom_fraction is None else worker.headroom_fraction
     openness = 1.0 if worker.open_fraction is None else worker.open_fraction
     return int((1.0 - headroom * openness) * RISK_LEVELS)
-
-
-def _fitting(runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """List the runs, of those of one model, that its workers can serve: those with work, or all where none has work."""
-    fitting = [run for run in runs if run.has_weights]
-    return [run for run in fitting if run.open_count > 0] or fitting
 
 
 def _idle_reason(model: str, runs: Sequence[RunFacts]) -> str:
@@ -77,14 +72,16 @@ class _Lending:
         known = [each.slot_tokens_per_s for each in workers if each.lend is None and each.slot_tokens_per_s]
         self._slot_tokens_per_s = sum(known) / len(known) if known else None
         offers = {each.worker_id: self._offer(each) for each in workers}
-        self._places = divide(offers, {each.worker_id: each.run_id for each in workers}, runs, rule)
+        self._places = divide(offers, {each.worker_id: each.run_id for each in workers}, runs)
         self._given = dict.fromkeys((run.run_id for run in runs), 0)
         self._speeds = dict.fromkeys(self._given, 0.0)
         self._fastest = dict.fromkeys(self._given, 0.0)
 
     def _offer(self, worker: WorkerFacts) -> Offer:
         slot_count = 0 if self._refusals.get(worker.worker_id) else _offered(worker)
-        return Offer(slot_count, self._speed_of(worker))
+        is_held = worker.lend is None or worker.is_lent
+        slice_s, leave_after_s = slice_of(worker.switch_s, self._rule), worker.switch_s if is_held else 0.0
+        return Offer(slot_count, self._speed_of(worker), slice_s, leave_after_s)
 
     def _speed_of(self, worker: WorkerFacts) -> float:
         return speed_of(worker, self._slot_tokens_per_s)
@@ -93,8 +90,9 @@ class _Lending:
         """Grant each worker, in order, what it should serve; returns the grants by worker."""
         found = {}
         for worker in self._workers:
-            speed = self._speed_of(worker)
-            grant = replace(self._grant(worker, self._places.get(worker.worker_id)), speed=speed)
+            speed, slice_s = self._speed_of(worker), slice_of(worker.switch_s, self._rule)
+            grant = self._grant(worker, self._places.get(worker.worker_id))
+            grant = replace(grant, speed=speed, slice_s=slice_s)
             found[worker.worker_id] = grant
             if grant.run_id is not None:
                 self._give(grant.run_id, grant.slot_count, speed)

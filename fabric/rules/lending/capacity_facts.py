@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+SWITCH_S_MAX = 600.0  # no worker is waited for longer, until it has the weights of another run
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
@@ -17,7 +19,7 @@ class WorkerFacts:
     model, model_digest: what it holds, see is_same_model.
     lend: slots its team offers; None: dedicated, all of them. lend_reason: why it offers no more.
     activation_ms: what waking it is expected to take; 0: it is awake. fetch_ms: what fetching the weights that it lacks
-    is; 0: it lacks none.
+    is; 0: it lacks none. switch_s: what going to another run is; SWITCH_S_MAX while it does so; 0: not known.
     probe: what shows a serving engine to its guard; None: nothing is served beside it. shut_s: how long its guard has
     let nothing run. open_fraction: of the last seconds, in which it let rollouts run.
     pool: whose requests it serves. load_fraction: of its device's time, what serving needs. request_count: those that
@@ -43,6 +45,7 @@ class WorkerFacts:
     is_lent: bool = False
     activation_ms: int = 0
     fetch_ms: int = 0
+    switch_s: float = 0.0
     probe: str | None = None
     guard_state: str | None = None
     shut_s: float = 0.0
@@ -56,6 +59,7 @@ class WorkerFacts:
 class RunFacts:
     """A run's demand. `open_count`: trajectories queued or running. `idle_s`: how long it has been without any.
 
+    spare_s: how long it has had a worker more than it has work for.
     owed: seconds of a dedicated slot that it is behind its share so far; below 0: ahead of it.
     left_tokens: what a mean open trajectory is expected to make still; None: none has ended yet.
     """
@@ -66,6 +70,7 @@ class RunFacts:
     has_weights: bool
     open_count: int
     idle_s: float
+    spare_s: float = 0.0
     owed: float = 0.0
     left_tokens: float | None = None
     model_digest: str = ""
@@ -95,6 +100,7 @@ class CapacityRule:
     rest_s: float = 10.0  # after being taken back for serving's sake: a burst is over, or it is none
     requires_probe: bool = False  # whether serving workers without one are refused; else nothing is served there
     slice_s: float = 10.0  # shortest time for which a worker serves one of several runs that take turns
+    switch_fraction: float = 0.1  # of its time, at most, that a worker spends on going from run to run: slices grow
     refill_fraction: float = 0.05  # of a trajectory's time, to compute its prefix again where it goes on
 
 
@@ -102,7 +108,7 @@ class CapacityRule:
 class Grant:
     """One worker's part of the plan; slot_count 0 means: serve nothing. The reason is for people.
 
-    speed: of each slot, in dedicated slots.
+    speed: of each slot, in dedicated slots. slice_s: shortest time for which the worker serves a run; 0: not known.
     is_doubted: it is lent on for now, though there is a reason to take it back. is_for_serving: it was refused for the
     sake of its serving engine.
     """
@@ -113,5 +119,6 @@ class Grant:
     is_standing: bool
     reason: str
     speed: float = 1.0
+    slice_s: float = 0.0
     is_doubted: bool = False
     is_for_serving: bool = False

@@ -192,7 +192,8 @@ class LiveWeights:
         self.version, self.head_version, self.error = 0, 0, None
         self.last, self.note, self.at_commit = None, None, AtCommit()
         self.gate: Callable[[], Any] = nullcontext
-        self.is_sound = True
+        self.is_sound = self.is_engine_still = True
+        self.ready_s: float | None = None
 
     def start(self) -> None:
         return

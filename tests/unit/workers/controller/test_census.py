@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.ports.queue import RunStatus, Survey
-from rollfab.fabric.rules.lending.capacity import WorkerFacts
+from rollfab.fabric.rules.lending.capacity import Grant, WorkerFacts
+from rollfab.fabric.rules.lending.capacity_facts import SWITCH_S_MAX
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from rollfab.workers.controller.demand import SAMPLE_COUNT_MIN, SPEED_S, Census
 from tests.standin.fabric import StandInFabric
@@ -47,6 +49,35 @@ def test_a_speed_that_was_known_outlives_a_stop_for_a_while_whatever_begins_afte
     assert seen.beat(1, running=0).slot_tokens_per_s == 100.0
     assert seen.beat(3, running=4, pace=4.0).slot_tokens_per_s == 100.0
     assert seen.beat(int(SPEED_S), running=0).slot_tokens_per_s is None
+
+
+def test_a_switch_is_waited_for_while_it_is_under_way_and_takes_as_long_as_the_last_one() -> None:
+    census, lease = Census(), Lease(worker_id="w", run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=None)
+    survey = replace(NOTHING, leases={"r1": {"w": lease}})
+
+    def look(now_s: float, **said: Any) -> float:
+        (found,) = census.workers([replace(WORKER, **said)], survey, {}, now_s=now_s, wall_ms=0)
+        return found.switch_s
+
+    assert look(1.0, run_id="r2", active_version=3) == SWITCH_S_MAX
+    assert look(500.0, run_id="r1") == SWITCH_S_MAX
+    # But not for ever, nor for a worker that says what keeps it
+    assert look(1.0 + SWITCH_S_MAX, run_id="r1", switch_ms=20_000) == 20.0
+    assert look(610.0, run_id="r1", weights_note="no chain leads to the head") == 0.0
+    assert look(611.0, run_id="r1", active_version=0, switch_ms=30_000) == 30.0
+    assert look(612.0, run_id="r2", active_version=0, switch_ms=30_000) == SWITCH_S_MAX
+
+
+async def test_a_worker_more_than_a_run_has_work_for_is_spare() -> None:
+    census, status = Census(), await status_of(9)
+    grants = [Grant(worker_id=name, run_id="r1", slot_count=8, is_standing=True, reason="") for name in "ab"]
+    workers = [WorkerFacts(worker_id=name, model="m", slot_count=8) for name in "ab"]
+    census.learn(workers, grants, 0.0)
+    assert census.run(status, 1.0).spare_s == 0.0
+    fewer = await status_of(8)
+    assert [census.run(fewer, now_s).spare_s for now_s in (2.0, 3.0)] == [0.0, 1.0]
+    census.learn(workers[:1], grants[:1], 3.0)
+    assert census.run(fewer, 3.5).spare_s == 0.0
 
 
 async def status_of(open_count: int) -> RunStatus:

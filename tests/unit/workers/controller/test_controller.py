@@ -163,23 +163,28 @@ async def test_after_a_gap_nobody_is_taken_for_dead_at_once() -> None:
 
 
 async def two_busy_runs() -> Setting:
-    """One worker, which says all the time that it serves r1."""
+    """One worker, which says that it serves r1."""
     setting = await Setting().begin()
     await setting.board.create_run(RunConfig(run_id="r2", model="m", environment="e", weight=1.0))
     await setting.board.forget_worker("serving")
-    await setting.beat("dedicated", run_id="r1")
+    await setting.beat("dedicated", run_id="r1", active_version=0)
     for run_id in ("r1", "r2"):
         setting.fabric.tables_of(run_id).head_version = 0
         setting.demand(20, run_id)
     return setting
 
 
-async def served(setting: Setting, controller: Controller, clock: HandClock, ticks: int) -> list[str]:
+async def served(
+    setting: Setting, controller: Controller, clock: HandClock, ticks: int, *, says: bool = True
+) -> list[str]:
+    """Return the run of the worker after each tick. says: whether the worker tells that it is there."""
     found = []
     for _ in range(ticks):
         clock.now += 0.25
         await controller.tick(1)
         (run_id,) = [name for name in ("r1", "r2") if await setting.board.leases(name)]
+        if says:
+            await setting.beat("dedicated", run_id=run_id, active_version=0)
         found.append(run_id)
     return found
 
@@ -212,7 +217,7 @@ async def test_a_controller_that_is_started_again_moves_no_worker_before_its_tim
     setting, clock = await two_busy_runs(), HandClock()
     first = setting.controller(clock=clock)
     while await setting.board.leases("r1") or not await setting.board.leases("r2"):
-        await served(setting, first, clock, 1)
+        await served(setting, first, clock, 1, says=False)
     # When a new controller takes over, then the worker stays for at least a slice
     second = setting.controller("c2", clock)
     assert set(await served(setting, second, clock, 4 * 9)) == {"r2"}

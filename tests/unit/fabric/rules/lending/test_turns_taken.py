@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan
-from rollfab.fabric.rules.lending.division import Offer, settle, shares
+from rollfab.fabric.rules.lending.capacity_facts import SWITCH_S_MAX
+from rollfab.fabric.rules.lending.division import Offer, settle, shares, slice_of
 
 RULE = CapacityRule()
 TICK_S = 0.5
@@ -23,13 +24,14 @@ HOUR_S = 3600.0
 class Hour:
     """What became of an hour. served: seconds of a dedicated slot. stays: how long workers served a run.
 
-    longest_s: the longest time in which no worker served a run, by run.
+    longest_s: the longest time in which no worker served a run, by run. switching_s: of all workers, on their way.
     """
 
     served: dict[str, float] = field(default_factory=dict)
     stays: list[float] = field(default_factory=list)
     longest_s: dict[str, float] = field(default_factory=dict)
     idle_s: float = 0.0
+    switching_s: float = 0.0
 
 
 def live(
@@ -38,25 +40,39 @@ def live(
     *,
     open_count: Callable[[str, float], int] = lambda run_id, now_s: 100,
     seconds: float = HOUR_S,
+    switch_s: float = 0.0,
 ) -> Hour:
+    """Plan again and again. switch_s: what each worker needs until it has the weights of another run."""
     hour = Hour(served=dict.fromkeys(weights, 0.0))
     grants: list[Grant] = []
     owed: dict[str, float] = {}
     since = {worker.worker_id: 0.0 for worker in workers}
     busy_at = dict.fromkeys(weights, 0.0)
-    served_at = dict.fromkeys(weights, 0.0)
+    served_at, spare_at = dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0.0)
     for tick in range(int(seconds / TICK_S)):
         now_s = tick * TICK_S
         runs = []
         for run_id, weight in weights.items():
             count = open_count(run_id, now_s)
             busy_at[run_id] = now_s if count else busy_at[run_id]
+            slots = [grant.slot_count for grant in grants if grant.run_id == run_id]
+            is_spare = slots and count <= sum(slots) - min(slots)
+            spare_at[run_id] = spare_at[run_id] if is_spare else now_s
             facts = {"model": "m", "weight": weight, "has_weights": True, "open_count": count}
-            runs.append(RunFacts(run_id=run_id, idle_s=now_s - busy_at[run_id], **facts))  # type: ignore[arg-type]
+            facts |= {"idle_s": now_s - busy_at[run_id], "spare_s": now_s - spare_at[run_id]}
+            runs.append(RunFacts(run_id=run_id, **facts))  # type: ignore[arg-type]
         owed = settle(owed, grants, runs, TICK_S, RULE)
+        ready = [now_s - since[worker.worker_id] >= switch_s for worker in workers]
+        if switch_s:
+            took = [switch_s if is_ready else SWITCH_S_MAX for is_ready in ready]
+            workers = [dataclasses.replace(each, switch_s=s) for each, s in zip(workers, took, strict=True)]
+        hour.switching_s += TICK_S * (len(ready) - sum(ready))
         grants = plan(workers, [dataclasses.replace(run, owed=owed.get(run.run_id, 0.0)) for run in runs], RULE)
         busy = {run.run_id for run in runs if run.open_count}
-        served_at |= dict.fromkeys((str(grant.run_id) for grant in grants if grant.run_id), now_s)
+        at_work = {
+            str(grant.run_id) for grant, is_ready in zip(grants, ready, strict=True) if grant.run_id and is_ready
+        }
+        served_at |= dict.fromkeys(at_work, now_s)
         for run_id in weights:
             hour.longest_s[run_id] = max(hour.longest_s.get(run_id, 0.0), now_s - served_at[run_id])
         for index, (worker, grant) in enumerate(zip(workers, grants, strict=True)):
@@ -65,7 +81,7 @@ def live(
                 since[worker.worker_id] = now_s
             is_lent = worker.lend is not None and grant.run_id is not None
             workers[index] = dataclasses.replace(worker, run_id=grant.run_id, is_lent=is_lent)
-            if grant.run_id in busy:
+            if grant.run_id in busy and ready[index]:
                 hour.served[str(grant.run_id)] += grant.slot_count * grant.speed * TICK_S
             elif busy:
                 hour.idle_s += TICK_S
@@ -128,6 +144,58 @@ def test_no_run_waits_longer_than_three_fair_turns(worker_count: int, weights: d
     hour = live(pool(worker_count), weights, seconds=4 * max(turns.values()))
     assert {run_id: gap for run_id, gap in hour.longest_s.items() if gap > 3 * turns[run_id]} == {}
     assert min(hour.served.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("worker_count", "weights", "switch_s"),
+    [
+        (1, {"a": 1.0, "b": 1.0}, 30.0),
+        (1, {"a": 1.0, "b": 1.0}, 300.0),
+        (2, {"a": 3.0, "b": 2.0, "c": 1.0}, 10.0),
+        pytest.param(3, dict.fromkeys("abcdefg", 1.0), 20.0, marks=pytest.mark.slow),
+    ],
+)
+def test_however_long_a_switch_takes_workers_spend_a_tenth_of_their_time_on_it_and_all_are_served(
+    worker_count: int, weights: dict[str, float], switch_s: float
+) -> None:
+    slice_s = slice_of(switch_s, RULE)
+    fair_s = slice_s * sum(weights.values()) / (min(weights.values()) * worker_count)
+    seconds = 6 * fair_s
+    hour = live(pool(worker_count), weights, seconds=seconds, switch_s=switch_s)
+    assert hour.switching_s <= 0.12 * seconds * worker_count + switch_s * worker_count
+    assert min(hour.stays) >= slice_s - TICK_S
+    assert max(hour.longest_s.values()) <= 3 * fair_s
+    total, parts = sum(hour.served.values()), sum(weights.values())
+    for run_id, weight in weights.items():
+        assert hour.served[run_id] / total == pytest.approx(weight / parts, rel=0.35), run_id
+
+
+@pytest.mark.parametrize(("switch_s", "stays"), [(30.0, []), (0.0, [100.0])])
+def test_a_run_that_rests_for_less_than_a_switch_takes_finds_its_worker_again(
+    switch_s: float, stays: list[float]
+) -> None:
+    # Given a trainer that rests for 20 s, beside one that has begun to wait for its turn
+    def open_count(run_id: str, now_s: float) -> int:
+        is_resting = 100 <= now_s < 120 if run_id == "a" else now_s < 95
+        return 0 if is_resting else 100
+
+    worker = dataclasses.replace(*pool(1), run_id="a")
+    hour = live([worker], {"a": 1.0, "b": 1.0}, open_count=open_count, seconds=110, switch_s=switch_s)
+    assert hour.stays == stays
+    # Then the other one is owed that time, too
+    longer = live([worker], {"a": 1.0, "b": 1.0}, open_count=open_count, seconds=600, switch_s=30.0)
+    assert longer.stays[0] == pytest.approx(95 + slice_of(30.0, RULE), rel=0.1)
+
+
+def test_a_run_that_has_ended_is_left_after_as_long_as_a_switch_takes() -> None:
+    hour = live(
+        [dataclasses.replace(*pool(1), run_id="a")],
+        {"a": 1.0, "b": 1.0},
+        open_count=lambda run_id, now_s: 0 if run_id == "a" and now_s >= 40 else 100,
+        seconds=200,
+        switch_s=30.0,
+    )
+    assert hour.stays == [pytest.approx(70.0, abs=2 * TICK_S)]
 
 
 def test_workers_that_can_be_divided_never_change_hands() -> None:
