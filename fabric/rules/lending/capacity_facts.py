@@ -100,7 +100,7 @@ class CapacityRule:
     rest_s: float = 10.0  # after being taken back for serving's sake: a burst is over, or it is none
     requires_probe: bool = False  # whether serving workers without one are refused; else nothing is served there
     slice_s: float = 10.0  # shortest time for which a worker serves one of several runs that take turns
-    switch_fraction: float = 0.1  # of its time, at most, that a worker spends on going from run to run: slices grow
+    switch_fraction: float = 0.2  # of its time, at most, that a worker spends on going from run to run: slices grow
     refill_fraction: float = 0.05  # of a trajectory's time, to compute its prefix again where it goes on
 
 

@@ -5,7 +5,7 @@
 - Where workers cannot be divided so, runs take turns: `settle` keeps, for every run, the seconds of a dedicated slot
   that it is owed, and a worker moves when that makes another run the needier one by nearly what the worker brings in
   a slice. Workers that are alike stay that long at least: moving costs a weight switch and every cached prefix.
-- The longer a worker needs for a switch, the longer is its slice: it spends at most a tenth of its time on switches.
+- The longer a worker needs for a switch, the longer is its slice: it spends at most a fifth of its time on switches.
   One that is under way to a run arrives there first.
 - A worker leaves a run that has no use for it once that has been so for as long as a switch takes (the rule for
   renting skis: Karlin et al., 1988): a run that rests between two steps finds its workers again.

@@ -155,14 +155,14 @@ def test_no_run_waits_longer_than_three_fair_turns(worker_count: int, weights: d
         pytest.param(3, dict.fromkeys("abcdefg", 1.0), 20.0, marks=pytest.mark.slow),
     ],
 )
-def test_however_long_a_switch_takes_workers_spend_a_tenth_of_their_time_on_it_and_all_are_served(
+def test_however_long_a_switch_takes_workers_spend_a_fifth_of_their_time_on_it_and_all_are_served(
     worker_count: int, weights: dict[str, float], switch_s: float
 ) -> None:
     slice_s = slice_of(switch_s, RULE)
     fair_s = slice_s * sum(weights.values()) / (min(weights.values()) * worker_count)
     seconds = 6 * fair_s
     hour = live(pool(worker_count), weights, seconds=seconds, switch_s=switch_s)
-    assert hour.switching_s <= 0.12 * seconds * worker_count + switch_s * worker_count
+    assert hour.switching_s <= 0.2 * seconds * worker_count + switch_s * worker_count
     assert min(hour.stays) >= slice_s - TICK_S
     assert max(hour.longest_s.values()) <= 3 * fair_s
     total, parts = sum(hour.served.values()), sum(weights.values())
