@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ...fabric.contract.text import cleaned, counted, one_line
 from ...fabric.host.command import with_commands
+from ...fabric.inspect.diagnosis import SILENT_MS
 from .printing import Cell, brief, cells, elided, new_table, said_once, spark
 
 WIDE = 120  # columns from which on there is room for what is good to know
@@ -120,7 +121,7 @@ def _workers(rows: Sequence[dict[str, Any]], leases: dict[str, Any], is_wide: bo
 def _workers_table(role: str, rows: Sequence[dict[str, Any]], leases: dict[str, Any], is_wide: bool) -> Table:
     columns: dict[str, list[str | Cell]] = {
         "worker": [row["worker_id"] for row in rows],
-        "state": [Cell(row["state"], "red" if row["error"] else "") for row in rows],
+        "state": [_state(row) for row in rows],
         "in use": [f"{row['running_count']}/{row['slot_count']}" if row["slot_count"] else "" for row in rows],
         "pool": [row["pool"] if is_wide else "" for row in rows],
         "lend": [row.get("lend") or "" for row in rows],
@@ -138,6 +139,12 @@ def _workers_table(role: str, rows: Sequence[dict[str, Any]], leases: dict[str, 
     for row in zip(*shown.values(), strict=True):
         table.add_row(*cells(*row))
     return table
+
+
+def _state(row: dict[str, Any]) -> Cell:
+    """Name a worker's state: what it said last, unless that was long ago."""
+    is_silent = row["heartbeat_age_ms"] > SILENT_MS
+    return Cell("silent" if is_silent else row["state"], "red" if is_silent or row["error"] else "")
 
 
 def _memory(row: dict[str, Any]) -> str:

@@ -165,7 +165,7 @@ class RedisLeaseBoard(RedisLeases):
             clocks = checked(await self._scripts.call_many([("clock", [keys.clock], []) for keys in shards]))
         lives = [
             {name for name, until_ms in rows if until_ms > now_ms}
-            for rows, (now_ms, _) in zip(answers[2::3], clocks, strict=True)
+            for rows, (now_ms, *_) in zip(answers[2::3], clocks, strict=True)
             if not isinstance(rows, Exception)
         ]
         return details_of(answers[::3], answers[1::3], set().union(*lives))
@@ -231,9 +231,10 @@ class RedisLeaseBoard(RedisLeases):
         with translate():
             infos = await self._client.hgetall(names.WORKERS)
             beats = dict(await self._client.zrange(names.HEARTBEATS, 0, -1, withscores=True))
-            now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
+            now_ms, _, unseen_ms = await self._scripts.call("clock", [names.CLOCK], [])
+        read_ms = now_ms + unseen_ms
         return {
-            name.decode("utf-8", "replace"): (worker_row(name, raw), max(0, beat_age(beats.get(name), now_ms)))
+            name.decode("utf-8", "replace"): (worker_row(name, raw), max(0, beat_age(beats.get(name), read_ms)))
             for name, raw in infos.items()
         }
 
@@ -267,7 +268,7 @@ class RedisLeaseBoard(RedisLeases):
         """Write a setting; None (and nothing written) if the row has changed meanwhile. before: the row to replace."""
         with translate():
             infos = await self._client.hgetall(names.WORKERS)
-            now_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
+            now_ms, *_ = await self._scripts.call("clock", [names.CLOCK], [])
             said = replace(said, said_at_ms=now_ms)
             rows = {name.decode("utf-8", "replace"): worker_row(name, raw) for name, raw in infos.items()}
             said = lent_by_name(subject, said, rows.values()) if is_named_anew else said
@@ -292,7 +293,7 @@ class RedisLeaseBoard(RedisLeases):
 
     async def wall_ms(self) -> int:
         with translate():
-            _, wall_ms = await self._scripts.call("clock", [names.CLOCK], [])
+            _, wall_ms, _ = await self._scripts.call("clock", [names.CLOCK], [])
         return int(wall_ms)
 
     async def set_sharing(self, report: SharingReport) -> None:

@@ -73,22 +73,24 @@ class RedisLeases:
             for _, keys in parts:
                 pipeline.hgetall(keys.leases)
                 queue_status(pipeline, keys, has_rewards=has_rewards)
-            # The clocks come after the heartbeats: an age below 0 is then a clock that went back.
+            # The clocks come after the heartbeats: an age below 0 is then a clock that went back. Where nobody sets
+            # the fabric's clock, everybody has been silent since: controllers set it before they look.
             answers = await answers_of(pipeline)
             clocks = [names.CLOCK, *(keys.clock for _, keys in parts)]
-            (now_ms, wall_ms), *shown = checked(await self._scripts.call_many([("clock", [key], []) for key in clocks]))
+            calls: list[Call] = [("clock", [key], []) for key in clocks]
+            (now_ms, wall_ms, unseen_ms), *shown = checked(await self._scripts.call_many(calls))
             infos, beats, assigned = (
                 bad.answer(table, answer, {})
                 for table, answer in zip(("workers", "heartbeats", "assignments"), answers, strict=False)
             )
-        beats = dict(beats)
+        beats, read_ms = dict(beats), now_ms + unseen_ms
         self._seen = {name: self._seen_row(name, raw) for name, raw in infos.items()}
         return Survey(
-            workers={_text(name): (info, beat_age(beats.get(name), now_ms)) for name, (_, info) in self._seen.items()},
+            workers={_text(name): (info, beat_age(beats.get(name), read_ms)) for name, (_, info) in self._seen.items()},
             assignments={_text(name): _text(run_id) for name, run_id in assigned.items()},
             wall_ms=wall_ms,
             now_ms=now_ms,
-            **_by_run(parts, answers[3:], [shard_ms for shard_ms, _ in shown], bad),
+            **_by_run(parts, answers[3:], [shard_ms for shard_ms, *_ in shown], bad),
             bad_rows=[*bad.found, *(_bad_worker(name, info) for name, (_, info) in self._seen.items() if not info.pid)],
         )
 
@@ -159,7 +161,7 @@ class RedisLeases:
         with translate():
             keys = ShardKeys(run_id, 0)
             rows = await self._client.hgetall(keys.leases)
-            now_ms, _ = await self._scripts.call("clock", [keys.clock], [])
+            now_ms, *_ = await self._scripts.call("clock", [keys.clock], [])
         return _leases(run_id, rows, now_ms)
 
     async def forget_workers(self, term: int, worker_ids: Sequence[str]) -> bool:

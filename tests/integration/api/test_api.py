@@ -161,7 +161,7 @@ async def test_a_lease_is_shown_though_the_clock_of_its_run_is_behind(api: ApiWo
     # Given a run whose clock is behind the machine's, as it is after a pause of the broker
     client = await open_broker(url, client_name="tests")
     keys = ShardKeys("r1", 0)
-    now_ms, wall_ms = await Scripts(client).call("clock", [keys.clock], [])
+    now_ms, wall_ms, _ = await Scripts(client).call("clock", [keys.clock], [])
     await client.set(keys.clock, f"{wall_ms} {now_ms - 60_000}")
     await client.aclose()
     # When a worker is lent for a while

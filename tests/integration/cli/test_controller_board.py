@@ -111,7 +111,7 @@ async def behind(client: Any, by_ms: int, shards: Sequence[int] = range(RUN.shar
     """Put clocks of the run's shards back; by less than nothing: forward."""
     for shard in shards:
         keys = ShardKeys("r1", shard)
-        now_ms, wall_ms = await Scripts(client).call("clock", [keys.clock], [])
+        now_ms, wall_ms, _ = await Scripts(client).call("clock", [keys.clock], [])
         await client.set(keys.clock, f"{wall_ms} {now_ms - by_ms}")
 
 

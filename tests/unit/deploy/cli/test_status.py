@@ -22,7 +22,7 @@ def drawn(*, width: int = 80, **facts: Any) -> str:
 
 
 def drawn_row(facts: dict[str, Any], *, width: int) -> str:
-    row = {**facts, "heartbeat_age_ms": 100}
+    row = {"heartbeat_age_ms": 100, **facts}
     console = Console(width=200)
     with console.capture() as capture:
         console.print(draw({"runs": [], "workers": [row], "leases": {}, "lends": {}, "bad_rows": []}, width=width))
@@ -33,6 +33,16 @@ def test_a_worker_that_sleeps_and_what_waking_took_are_shown() -> None:
     text = drawn(state="asleep", engine="vllm 0.32.0", prefix_hit_fraction=0.254, wake_ms=1540, sleep_ms=300)
     for words in ("asleep", "vllm 0.32.0", "25% of prompts cached", "woke in 1.5 s"):
         assert words in text
+
+
+def test_a_worker_that_nobody_hears_is_silent_whatever_it_said_last() -> None:
+    info = asdict(WorkerInfo(worker_id="w1", role="agent", pid=1, host="h"))
+    assert [
+        word
+        for age in (4_000, 6_000)
+        for word in drawn_row(info | {"heartbeat_age_ms": age}, width=80).split()
+        if word in ("ready", "silent")
+    ] == ["ready", "silent"]
 
 
 def test_an_engine_that_cannot_sleep_says_why_in_its_own_words() -> None:
