@@ -498,6 +498,15 @@ async def test_a_sparse_write_changes_only_its_elements(engine: Engine) -> None:
         after[0] = 0
 
 
+async def test_a_commit_of_nothing_names_what_is_live_and_spoils_no_prefix(engine: Engine) -> None:
+    (before,) = await run(engine, greedy("before", 20))
+    await engine.apply(Staged(7, {}), turns="keep", may_reuse_prefix=True)
+    assert await prompt_counts(engine, greedy("cached", 2)) == (len(PROMPT), 32)
+    (after,) = await run(engine, greedy("after", 20))
+    assert after.versions == ((0, 20, 7),)
+    assert (after.completion_ids == before.completion_ids).all()
+
+
 async def test_weights_of_another_model_are_refused_before_anything_is_written(engine: Engine) -> None:
     spec = engine.layout.tensors[0]
     before = engine.weight_bits()[spec.name].copy()
