@@ -1,8 +1,8 @@
 """Notices that the event loop stands still, and names the cause: an environment that blocks freezes all others.
 
 - A thread looks from outside, since the loop itself cannot; it reads stacks and touches nothing.
-- The thread counts its looks, not time: it looks less while the process is stopped or starved, so it accuses nobody
-  of that.
+- Time in which the loop had no processor accuses nobody: the thread counts its looks, of which there are less while the
+  process is stopped, and takes off how long the loop's thread waited for its turn, where the kernel tells (Linux).
 
 The watchdog cannot end a block. An environment that blocks belongs in a thread (a plain synchronous class without
 `inline`) or in a process of its own (`isolation = "process"`), where a time limit ends it.
@@ -71,35 +71,47 @@ class _Watchdog:
         self.is_over = threading.Event()
         self._loop = loop
         self._loop_thread = threading.get_ident()
+        self._schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._look_s = blocked_s / LOOKS
         self._has_turned = threading.Event()
 
     def watch(self) -> None:
         """Look every `_look_s` whether the loop has turned since the last look; runs in a thread of its own."""
-        missed_count = 0
-        self._ask()
+        missed_count, is_told = 0, False
+        starved_s = self._ask()
         while not self.is_over.wait(self._look_s):
             if self._has_turned.is_set():
-                if missed_count >= LOOKS:
+                if is_told:
                     log.warning("agent.turns_again", extra={"stood_s": round(missed_count * self._look_s, 3)})
-                missed_count = 0
-                self._ask()
+                missed_count, is_told = 0, False
+                starved_s = self._ask()
                 continue
             missed_count += 1
-            if missed_count == LOOKS:
-                self._tell()
+            own_s = missed_count * self._look_s - (self._starved_s() - starved_s)
+            if not is_told and own_s >= LOOKS * self._look_s:
+                is_told = True
+                self._tell(own_s)
 
-    def _ask(self) -> None:
+    def _ask(self) -> float:
+        """Have the loop turn; returns how long its thread has been starved until now."""
         self._has_turned.clear()
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._has_turned.set)
+        return self._starved_s()
 
-    def _tell(self) -> None:
+    def _starved_s(self) -> float:
+        """Return how long the loop's thread has waited for a processor, ready to run; 0 where nobody tells."""
+        try:
+            return int(self._schedstat.read_bytes().split()[1]) / 1e9  # ran, waited (ns), turns
+        except (OSError, IndexError, ValueError):
+            return 0.0
+
+    def _tell(self, own_s: float) -> None:
         frame = sys._current_frames().get(self._loop_thread)
         stack = user_stack(frame) if frame is not None else ""
         task = asyncio.current_task(self._loop)
         name = task.get_name() if task is not None else ""
-        facts = {"who": name, "stood_s": LOOKS * self._look_s, "stack": stack}
+        facts = {"who": name, "stood_s": round(own_s, 3), "stack": stack}
         if name.startswith("environment"):
             log.warning("environment.blocks_the_agent", extra={**facts, "remedy": REMEDY})
         else:

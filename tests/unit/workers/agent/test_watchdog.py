@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +71,32 @@ async def test_an_environment_that_blocks_is_named_with_its_stack_and_the_remedy
     assert "asyncio" not in told.stack and "episode.py" not in told.stack  # type: ignore[attr-defined]
     assert 'isolation = "process"' in told.remedy  # type: ignore[attr-defined]
     assert told.levelno == logging.WARNING
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="no kernel here tells of waiting for a processor")
+@pytest.mark.timeout(60)
+async def test_a_loop_without_a_processor_is_not_blamed(caplog: pytest.LogCaptureFixture) -> None:
+    # Given an agent whose processor others use, too: it runs a twentieth of the time at most
+    cores = os.sched_getaffinity(0)
+    spin = f"import os; os.sched_setaffinity(0, [{min(cores)}])\nwhile True: pass"
+    others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(20)]  # noqa: ASYNC220
+    try:
+        with watching(BLOCKED_S):
+            os.sched_setaffinity(0, [min(cores)])  # of this thread alone: the watchdog looks on time
+            # When a step of its loop works for a quarter of what may be blamed, and takes far longer
+            begun_s, works_until_s = time.monotonic(), time.thread_time() + BLOCKED_S / 4
+            while time.thread_time() < works_until_s:
+                pass
+            took_s = time.monotonic() - begun_s
+            await asyncio.sleep(0)
+    finally:
+        os.sched_setaffinity(0, cores)
+        for each in others:
+            each.kill()
+            each.wait()
+    assert took_s > 2 * BLOCKED_S, "the others took no processor from it"
+    # Then nobody is blamed
+    assert caplog.messages == []
 
 
 @pytest.mark.slow
