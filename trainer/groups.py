@@ -521,7 +521,7 @@ class Groups:
         """Wait for a group that is wanted, which nobody acknowledges but the caller; None: `ended_why`."""
         loop = asyncio.get_running_loop()
         timeout_s = math.inf if self._view.timeout is None else self._view.timeout
-        begun_s = loop.time()
+        begun_s, held_count = loop.time(), len(self._held or ())
         while True:
             waited_s = loop.time() - begun_s
             left_s = min(POLL_S, timeout_s - waited_s, self._waiting.look_in_s(waited_s))
@@ -535,10 +535,10 @@ class Groups:
                 continue
             waited_s = loop.time() - begun_s
             if waited_s >= timeout_s:
-                self.ended_why = await self._waiting.why(waited_s, timeout_s)
+                self.ended_why = await self._waiting.why(waited_s, timeout_s, held_count)
                 return None
             if not self._waiting.look_in_s(waited_s):
-                await self._waiting.tell(waited_s)
+                await self._waiting.tell(waited_s, held_count)
 
     def _is_wanted(self, delivery: Delivery) -> bool:
         try:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from ..fabric.contract.errors import FabricError, NothingMoves
+from ..fabric.contract.text import counted
 from ..fabric.host.command import with_commands
 from ..fabric.inspect.diagnosing import read_fabric
 from ..fabric.inspect.diagnosis import Cause
@@ -45,11 +46,11 @@ class Waiting:
         """Return the seconds until an iteration that has waited so long should tell why."""
         return max(SAY_AFTER_S - waited_s, self._looked_at_s + LOOK_EVERY_S - _now_s(), 0.0)
 
-    async def tell(self, waited_s: float) -> None:
-        """Say why an iteration has waited so long, and goes on, if the cause is news."""
+    async def tell(self, waited_s: float, held_count: int = 0) -> None:
+        """Say why an iteration has waited so long, and goes on, if the cause is news. held_count: of its own block."""
         causes = await self._look()
         if causes:
-            self._say(causes[0], f"groups() has waited for {waited_s:.0f} s: {with_commands(causes[0].words)}")
+            self._say(causes[0], f"groups() has waited for {waited_s:.0f} s: {_words(causes[0], held_count)}")
 
     def tell_refusal(self, waited_s: float, error: FabricError) -> None:
         """Say why a submit is refused again and again, and goes on trying: the refusal itself has the cause."""
@@ -57,26 +58,26 @@ class Waiting:
             cause = Cause(code=type(error).__name__, kind="passing", text=error.message)
             self._say(cause, f"submit has waited for {waited_s:.0f} s: {error.message}")
 
-    async def why(self, waited_s: float, timeout_s: float) -> str:
-        """Say why an iteration ends without another group.
+    async def why(self, waited_s: float, timeout_s: float, held_count: int = 0) -> str:
+        """Say why an iteration ends without another group. held_count: groups that its own `with` block holds.
 
         Raises:
             NothingMoves: it has waited long enough to know, nothing ran meanwhile, and the run stands until somebody
                 acts.
         """
         try:
-            return await self._why(waited_s, timeout_s)
+            return await self._why(waited_s, timeout_s, held_count)
         finally:
             self._made, self._has_moved = None, False
 
-    async def _why(self, waited_s: float, timeout_s: float) -> str:
+    async def _why(self, waited_s: float, timeout_s: float, held_count: int) -> str:
         self._waited_s += waited_s
         is_poll = timeout_s < POLL_S and self._waited_s < SAY_AFTER_S
         age_s = 0.0 if timeout_s >= SAY_AFTER_S else LOOK_EVERY_S  # an error must be of now
         causes = self._causes if is_poll else await self._look(age_s)
         if not causes:
             return f"no group came within {timeout_s:g} s"
-        text = f"no group came within {timeout_s:g} s: {with_commands(causes[0].words)}"
+        text = f"no group came within {timeout_s:g} s: {_words(causes[0], held_count)}"
         if timeout_s >= SAY_AFTER_S and causes[0].kind == "stuck" and not self._has_moved:
             rows = with_commands([asdict(each) for each in causes])
             raise NothingMoves(text, run_id=self._run_id, cause=rows[0]["code"], step=rows[0]["step"], causes=rows)
@@ -113,6 +114,12 @@ class Waiting:
         self._said, self._said_at_s = cause.code, _now_s()
         level = logging.INFO if cause.kind == "moves" else logging.WARNING  # slow work is no reason to alarm anybody
         log.log(level, "%s", text, extra={"run_id": self._run_id, "cause": cause.code})
+
+
+def _words(cause: Cause, held_count: int) -> str:
+    """Write a cause for the trainer that waits, and how many of the groups in question it holds itself."""
+    own = f"{counted(held_count, 'group', 'is', 'are')} held by this very `with` block, and acknowledged at its end"
+    return f"{with_commands(cause.words)}. {own}" if held_count else with_commands(cause.words)
 
 
 def _now_s() -> float:

@@ -327,11 +327,11 @@ def _for_trainer(view: _View) -> Iterator[Cause]:
     held = [each for each in consumers if each.held_count]
     in_hand = sum(each.held_count for each in held)
     step = "Take them: for group in run.groups(): …, or `rollfab consume --run " + view.config.run_id + "`"
-    idle_s = min((each.idle_s for each in consumers), default=None)
+    heard_s = min((each.heard_s for each in consumers), default=None)
     is_live = any(each.is_live for each in held or consumers)
-    is_asked = idle_s is not None and idle_s < GONE_S
+    is_asked = heard_s is not None and heard_s < GONE_S
     if in_hand >= waiting and held:
-        whom = _names([each.name for each in held])
+        whom = _names([f"{_plain(each.name)}, last heard of {each.heard_s:.0f} s ago" for each in held])
         text = f"{groups} {'is' if is_one else 'are'} held by consumer {whom}, and not acknowledged"
         if not is_live and is_asked:
             yield view.cause(
@@ -343,13 +343,17 @@ def _for_trainer(view: _View) -> Iterator[Cause]:
             )
             return
         if is_live:
-            step = 'Wait until it acknowledges, or push more tasks: run.submit([{"seed": 1}], group_size=8)'
+            left_s = max(each.left_s for each in held)
+            step = (
+                'Wait until it acknowledges, or push more tasks: run.submit([{"seed": 1}], group_size=8). If that '
+                f"process is gone, {'it goes' if is_one else 'they go'} to whoever waits for groups in {left_s:.0f} s"
+            )
     else:
         text = f"{groups} {'waits' if is_one else 'wait'} for the trainer"
-    if idle_s is None and view.details is not None:
+    if heard_s is None and view.details is not None:
         yield view.cause("consumer_gone", f"{text}, and nobody has ever asked for one", step)
-    elif idle_s is not None and not is_asked and not is_live:
-        yield view.cause("consumer_gone", f"{text}; nobody has asked for one for {idle_s:.0f} s", step)
+    elif heard_s is not None and not is_asked and not is_live:
+        yield view.cause("consumer_gone", f"{text}; nobody has asked for one for {heard_s:.0f} s", step)
     else:
         yield view.cause("for_trainer", text, step)
 

@@ -245,14 +245,20 @@ class RowSurvey:
 class Consumer:
     """A consumer of a run's complete groups: all clients of its name together.
 
-    held_count: groups received and not acknowledged. idle_s: since it asked. is_live: it gives signs of life, though it
-    may not have asked for long: a training step takes its time.
+    held_count: groups received and not acknowledged. heard_s: since it asked or gave a sign of life: a training step
+    takes its time. left_s: until what it holds goes to whoever asks, if it gives no more signs; 0: its time is over, or
+    not known.
     """
 
     name: str
     held_count: int
-    idle_s: float
-    is_live: bool = False
+    heard_s: float
+    left_s: float = 0.0
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it keeps what it holds: it has given a sign of life in its time."""
+        return self.left_s > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

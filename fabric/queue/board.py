@@ -163,12 +163,11 @@ class RedisLeaseBoard(RedisLeases):
         with translate():
             answers = await answers_of(pipeline)  # a run that is being made or deleted has no stream
             clocks = checked(await self._scripts.call_many([("clock", [keys.clock], []) for keys in shards]))
-        lives = [
-            {name for name, until_ms in rows if until_ms > now_ms}
-            for rows, (now_ms, *_) in zip(answers[2::3], clocks, strict=True)
-            if not isinstance(rows, Exception)
-        ]
-        return details_of(answers[::3], answers[1::3], set().union(*lives))
+        left_s: dict[bytes, float] = {}
+        for rows, (now_ms, *_) in zip(answers[2::3], clocks, strict=True):
+            for name, until_ms in () if isinstance(rows, Exception) else rows:
+                left_s[name] = max(left_s.get(name, 0.0), (until_ms - now_ms) / 1000)
+        return details_of(answers[::3], answers[1::3], left_s)
 
     async def memory_bytes(self) -> tuple[int, int]:
         with translate():

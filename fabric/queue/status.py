@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..broker.connection import translate
@@ -120,10 +121,10 @@ def sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
     )
 
 
-def details_of(consumers: list[Any], dead: list[Any], live: set[bytes]) -> RunDetails:
+def details_of(consumers: list[Any], dead: list[Any], left_s: Mapping[bytes, float]) -> RunDetails:
     """Read the answers to XINFO CONSUMERS and HSCAN, one of each per shard; leave out refusals.
 
-    live: the clients that give signs of life, as "consumer/client".
+    left_s: of the clients that give signs of life, as "consumer/client": until others may take over from them.
     """
     found: dict[str, Consumer] = {}
     for rows in consumers:
@@ -131,12 +132,12 @@ def details_of(consumers: list[Any], dead: list[Any], live: set[bytes]) -> RunDe
             facts = _pairs(row)
             raw: bytes = facts["name"]
             name = (raw.rpartition(b"/")[0] or raw).decode("utf-8", "replace")
-            before = found.get(name, Consumer(name=name, held_count=0, idle_s=float("inf")))
+            before = found.get(name, Consumer(name=name, held_count=0, heard_s=float("inf")))
             found[name] = Consumer(
                 name=name,
                 held_count=before.held_count + int(facts["pending"]),
-                idle_s=min(before.idle_s, int(facts["idle"]) / 1000),
-                is_live=before.is_live or raw in live,
+                heard_s=min(before.heard_s, int(facts["idle"]) / 1000),
+                left_s=max(before.left_s, left_s.get(raw, 0.0)),
             )
     letters = [row for answer in dead if not isinstance(answer, Exception) for row in answer[1].items()]
     reason = letter_row("", *letters[0]).reason if letters else None

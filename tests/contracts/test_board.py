@@ -369,11 +369,19 @@ async def test_who_consumes_and_what_died_are_told_of_a_run(world: World) -> Non
     # Then it is known who holds how many, and when each asked
     found = {each.name: each for each in (await world.board.run_details(world.run)).consumers}
     assert found["old"].held_count == 1
-    assert 0 <= found["old"].idle_s < 5
+    assert 0 <= found["old"].heard_s < 5
+    assert not found["old"].is_live, "it has said nothing of how long it lives"
     assert (await world.board.run_status("r1")).groups_waiting == 2
     await world.rollouts.acknowledge(held)
     (row,) = (await world.board.run_details(world.run)).consumers
     assert row.held_count == 0
+    # And a sign of life counts as being heard of, for as long as it says
+    await asyncio.sleep(0.5)
+    (before,) = (await world.board.run_details(world.run)).consumers
+    await world.rollouts.beat("old", 60.0)
+    (row,) = (await world.board.run_details(world.run)).consumers
+    assert row.heard_s < before.heard_s
+    assert row.is_live and 50 < row.left_s <= 60
     # And a run that is gone has nobody
     await world.board.delete_run("r1")
     assert await world.board.run_details(world.run) == RunDetails()

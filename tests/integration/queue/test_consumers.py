@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,8 +75,8 @@ def complete(url: str, *names: str, version: int = 0) -> None:
 class Consumer:
     """A process that receives `count` groups and holds them until it is told to go on."""
 
-    def __init__(self, url: str, name: str, count: int = len(NAMES)) -> None:
-        words = [sys.executable, "-c", CONSUME, url, "r", name, str(count), str(TAKEOVER_S)]
+    def __init__(self, url: str, name: str, count: int = len(NAMES), takeover_s: float = TAKEOVER_S) -> None:
+        words = [sys.executable, "-c", CONSUME, url, "r", name, str(count), str(takeover_s)]
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -94,8 +95,8 @@ class Consumer:
 
 
 @contextmanager
-def consumer(url: str, name: str, count: int = len(NAMES)) -> Iterator[Consumer]:
-    made = Consumer(url, name, count)
+def consumer(url: str, name: str, count: int = len(NAMES), takeover_s: float = TAKEOVER_S) -> Iterator[Consumer]:
+    made = Consumer(url, name, count, takeover_s)
     try:
         yield made
     finally:
@@ -175,6 +176,39 @@ def test_groups_of_a_killed_consumer_that_never_returns_go_to_another_one(url: s
         gone.process.wait()
         assert take(fabric.run("r"), "other") == dict.fromkeys(NAMES, True)
     assert totals(fabric.run("r")) == (0, 5)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_who_waits_is_told_who_holds_the_groups_and_when_they_come(
+    url: str, fabric: Fabric, is_killed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a consumer that holds all groups that are left, of which it acknowledged others before
+    complete(url, *NAMES)
+    run = fabric.run("r")
+    assert len(take(run, "rank-0", 2)) == 2
+    with consumer(url, "rank-0", 3, takeover_s=12.0) as holder:
+        if is_killed:
+            holder.process.kill()
+            holder.process.wait()
+        # When another one waits
+        groups = run.groups(consumer="rank-1", timeout=6.0)
+        with caplog.at_level(logging.WARNING):
+            assert list(groups) == []
+    # Then it is told who holds them, since when nobody has heard of it, and when they come
+    for text in (caplog.messages[-1], groups.ended_why):
+        found = re.search(
+            r"3 complete groups .* held by consumer rank-0, last heard of (\d+) s ago, .*in (\d+) s$", text
+        )
+        assert found, text
+        assert (int(found[1]) >= 5) == is_killed, "who lives gives a sign every 3 s"
+        assert 0 < int(found[2]) <= 12
+
+
+def test_a_block_that_waits_for_more_than_there_is_is_told_what_it_holds_itself(url: str, fabric: Fabric) -> None:
+    complete(url, *NAMES)
+    with fabric.run("r").groups(count=9, timeout=5.5) as groups:
+        assert len(list(groups)) == 5
+    assert groups.ended_why.endswith("5 groups are held by this very `with` block, and acknowledged at its end")
 
 
 def test_a_consumer_that_is_started_again_gets_all_it_held_at_once(url: str, fabric: Fabric) -> None:

@@ -11,6 +11,7 @@ local me, now, left = ARGV[1] .. '/' .. ARGV[2], now_ms(shard.clock), tonumber(A
 local until_ms = now + tonumber(ARGV[3])
 
 local is_unknown = redis.call('ZADD', shard.consumers, until_ms, me)
+redis.call('XCLAIM', shard.completed, 'trainer', me, 0, '0-0', 'JUSTID')  -- of no entry: XINFO says when it was heard of
 -- Whoever has read without saying how long it lives is given the same time.
 for _, row in ipairs(redis.call('XINFO', 'CONSUMERS', shard.completed, 'trainer')) do
   redis.call('ZADD', shard.consumers, 'NX', until_ms, row[2])

@@ -99,8 +99,8 @@ ON = {"pool:chat": LendSetting(mode="on")}
 UNGUIDED = replace(WORKER, cannot=["guided_json"], engine="transformers 5")
 GUIDED = replace(CONFIG, sampling={"guided_json": "{}"})
 FULL = replace(CONFIG, memory_bytes_max=1 << 20)
-GONE = RunDetails(consumers=(Consumer(name="old", held_count=2, idle_s=GONE_S + 9),))
-HERE = RunDetails(consumers=(Consumer(name="trainer", held_count=0, idle_s=2.0),))
+GONE = RunDetails(consumers=(Consumer(name="old", held_count=2, heard_s=GONE_S + 9),))
+HERE = RunDetails(consumers=(Consumer(name="trainer", held_count=0, heard_s=2.0),))
 DAMAGED = replace(WORKER, error="chunk 3 of version 7 has another digest")
 
 BAD = (BadRow("r1.0:open", "", "it is a list, and should be a hash"), BadRow("r2.0:counters", "tokens", "no count"))
@@ -280,12 +280,12 @@ def test_a_run_with_nothing_to_do_is_not_blamed_but_what_will_be_missing_is_said
 
 def test_a_group_that_waits_for_a_trainer_at_its_step_is_nobodys_fault_and_for_one_that_is_gone_it_is() -> None:
     def seen(idle_s: float) -> list[Cause]:
-        details = RunDetails(consumers=(Consumer(name="trainer", held_count=0, idle_s=idle_s),))
+        details = RunDetails(consumers=(Consumer(name="trainer", held_count=0, heard_s=idle_s),))
         return diagnose(scene(status(0, waiting=1), *ALL, leases=HELD, details=details), "r1")
 
     assert is_well(seen(GONE_S - 1))
     assert not is_well(seen(GONE_S + 1))
-    alive = (Consumer(name="trainer", held_count=0, idle_s=9_999.0, is_live=True),)
+    alive = (Consumer(name="trainer", held_count=0, heard_s=9_999.0, is_live=True),)
     assert is_well(diagnose(scene(status(0, waiting=1), *ALL, leases=HELD, details=RunDetails(consumers=alive)), "r1"))
     never = diagnose(scene(status(0, waiting=1), *ALL, leases=HELD, details=RunDetails()), "r1")
     assert "nobody has ever asked for one" in never[0].text
@@ -367,7 +367,7 @@ runs = st.builds(
 )
 details = st.builds(
     RunDetails,
-    consumers=st.lists(st.builds(Consumer, name=names, held_count=counts, idle_s=st.floats(0, 1e6))).map(tuple),
+    consumers=st.lists(st.builds(Consumer, name=names, held_count=counts, heard_s=st.floats(0, 1e6))).map(tuple),
     dead_reason=st.none() | st.text(max_size=9),
 )
 
@@ -414,8 +414,8 @@ def test_a_healthy_fabric_is_never_blamed(
 
 
 def test_what_a_silent_consumer_holds_stands_in_nobodys_way_who_asks() -> None:
-    ghost = Consumer(name="ghost", held_count=2, idle_s=GONE_S + 9)
-    asker = Consumer(name="trainer", held_count=0, idle_s=0.5, is_live=False)
+    ghost = Consumer(name="ghost", held_count=2, heard_s=GONE_S + 9)
+    asker = Consumer(name="trainer", held_count=0, heard_s=0.5)
 
     first = diagnose(scene(status(0, waiting=2), *ALL, details=RunDetails(consumers=(ghost, asker))), "r1")[0]
 
@@ -424,10 +424,14 @@ def test_what_a_silent_consumer_holds_stands_in_nobodys_way_who_asks() -> None:
 
 
 def test_groups_held_by_one_who_lives_are_not_lost() -> None:
-    busy = Consumer(name="trainer", held_count=2, idle_s=GONE_S * 20, is_live=True)
+    busy = Consumer(name="rank-0", held_count=2, heard_s=12.0, left_s=48.0)
+    asker = Consumer(name="trainer", held_count=0, heard_s=0.5, left_s=60.0)
+    done = status(0, waiting=2, groups_submitted=60, groups_consumed=58)
 
-    first = diagnose(scene(status(0, waiting=2), *ALL, details=RunDetails(consumers=(busy,))), "r1")[0]
+    first = diagnose(scene(done, *ALL, details=RunDetails(consumers=(busy, asker))), "r1")[0]
     assert first.kind == "waits" and first.step.startswith("Wait until it acknowledges"), "nobody else is given them"
+    assert "2 complete groups of run 'r1' are held by consumer rank-0, last heard of 12 s ago" in first.text
+    assert first.step.endswith("If that process is gone, they go to whoever waits for groups in 48 s")
 
 
 def test_a_run_whose_every_trajectory_failed_is_not_told_to_push_more_of_the_same() -> None:
