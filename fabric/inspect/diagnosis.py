@@ -663,9 +663,10 @@ def _nothing_found(view: _View) -> Iterator[Cause]:
 
 
 def _progress(view: _View) -> str:
+    """Say where trajectories are; turns of one that waits for another agent, as its own died, generate all the same."""
     return (
-        f"{view.name} moves: {counted(view.running, 'trajectory', 'runs', 'run')}, "
-        f"{_do(view.queued, 'is', 'are')} queued, {_do(view.scoring, 'waits', 'wait')} for a reward"
+        f"{view.name} moves: {counted(view.running, 'trajectory', 'is', 'are')} with an agent, "
+        f"{_do(view.queued, 'waits', 'wait')} for one, {_do(view.scoring, 'waits', 'wait')} for a reward"
     )
 
 

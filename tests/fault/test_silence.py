@@ -253,7 +253,7 @@ def test_work_that_moves_is_not_blamed_and_ends_a_wait_quietly(
         fabric.processes.until(lambda: run.status().counters.get("turns_settled", 0) > 2, 30.0, "turns are settled")
         said, error, why = waited(run, caplog)
         assert (said, error) == ([], None)
-        assert "run 'slow' moves: 2 trajectories run" in why
+        assert "run 'slow' moves: 2 trajectories are with an agent" in why
         assert fabric.page.get("/readyz?run=slow").status_code == 200
 
 

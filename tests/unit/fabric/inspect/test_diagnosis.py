@@ -106,7 +106,7 @@ DAMAGED = replace(WORKER, error="chunk 3 of version 7 has another digest")
 BAD = (BadRow("r1.0:open", "", "it is a list, and should be a hash"), BadRow("r2.0:counters", "tokens", "no count"))
 
 CASES: dict[str, tuple[Scene, str]] = {
-    "moves": (scene(status(2, 4, claimed=3, ready=1), *ALL, leases=HELD), "4 trajectories run, 2 are queued"),
+    "moves": (scene(status(2, 4, claimed=3, ready=1), *ALL, leases=HELD), "4 trajectories are with an agent, 2 wait"),
     "nothing_submitted": (scene(status(0, groups_submitted=0), *ALL), "nothing was submitted to run 'r1' yet"),
     "all_consumed": (scene(status(0, groups_submitted=8, groups_consumed=8), *ALL), "all 8 groups"),
     "all_cancelled": (scene(status(0, groups_submitted=3, groups_cancelled=3), *ALL), "were cancelled"),
@@ -285,7 +285,7 @@ def test_a_group_that_waits_for_a_trainer_at_its_step_is_nobodys_fault_and_for_o
 
     assert is_well(seen(GONE_S - 1))
     assert not is_well(seen(GONE_S + 1))
-    alive = (Consumer(name="trainer", held_count=0, heard_s=9_999.0, is_live=True),)
+    alive = (Consumer(name="trainer", held_count=0, heard_s=9_999.0, left_s=50.0),)
     assert is_well(diagnose(scene(status(0, waiting=1), *ALL, leases=HELD, details=RunDetails(consumers=alive)), "r1"))
     never = diagnose(scene(status(0, waiting=1), *ALL, leases=HELD, details=RunDetails()), "r1")
     assert "nobody has ever asked for one" in never[0].text
@@ -421,6 +421,18 @@ def test_what_a_silent_consumer_holds_stands_in_nobodys_way_who_asks() -> None:
 
     assert (first.code, first.kind) == ("consumer_gone", "passing")
     assert "held by consumer ghost" in first.text and "takeover" in first.text
+
+
+def test_turns_that_outlive_their_agent_contradict_no_count() -> None:
+    # Given turns that generate for trajectories whose agent died: these are queued for another one
+    orphaned = status(289, 0, claimed=16)
+
+    (moves,) = diagnose(scene(orphaned, *ALL, leases=HELD), "r1")
+
+    assert moves.text == (
+        "run 'r1' moves: 0 trajectories are with an agent, 289 wait for one, 0 wait for a reward; "
+        "16 turns generate, 0 are ready"
+    )
 
 
 def test_groups_held_by_one_who_lives_are_not_lost() -> None:
