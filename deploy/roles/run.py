@@ -18,12 +18,13 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...fabric.broker.connection import open_broker
+from ...fabric.broker.connection import mask_url, open_broker
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.records import WorkerInfo
+from ...fabric.contract.text import one_line
 from ...fabric.host.helpers import Helpers, end_all
 from ...fabric.host.memory import HeldMemory, resident_bytes
 from ...fabric.model.presets import FoundModel, find_model
@@ -62,15 +63,20 @@ LEFTOVERS_S = 1.0
 STOP_S = 1.5  # to give back what is held, once asked to stop, before the broker is asked whether it is there
 ANSWER_S = 3.0  # for its answer; with STOP_S before and after it, less than a supervisor waits
 AWAY = "stopped; the broker did not answer meanwhile"
+AT_ONCE = "a second signal ends it at once"
 
 
 def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]], url: str) -> None:
     """Run a role's coroutine; SIGTERM and SIGINT ask it to stop, and it is not waited for where its broker is away.
 
+    A second signal ends the process at once where it is said that one does; before that, it may be the first again,
+    which a shell and a supervisor both pass on.
+
     Raises:
         KeyboardInterrupt: SIGINT asked it, and it has stopped.
     """
     asked: list[int] = []
+    told: list[str] = []
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -78,6 +84,13 @@ def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]], url: st
         def ask(number: int) -> None:
             asked.append(number)
             stop.set()
+            if told:
+                _end_process("stopped at once, by a second signal", 128 + number)
+
+        def tell(text: str) -> None:
+            if text not in told:
+                told.append(text)
+                _say(text)
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -85,12 +98,10 @@ def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]], url: st
         serving, stopped = asyncio.ensure_future(serve(stop)), asyncio.ensure_future(stop.wait())
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-        if not await _ends(serving, url):
+        if not await _ends(serving, url, tell):
             serving.cancel()
             await asyncio.wait((serving,), timeout=STOP_S)
-            _say(AWAY)
-            logging.shutdown()
-            os._exit(INTERRUPTED if signal.SIGINT in asked else 0)  # a thread may wait for the broker still
+            _end_process(AWAY, INTERRUPTED if signal.SIGINT in asked else 0)  # a thread may wait for the broker still
         if asked and serving.exception() is not None and not await _answers(url):
             _say(AWAY)  # that is why
         else:
@@ -102,14 +113,26 @@ def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]], url: st
         raise KeyboardInterrupt
 
 
-async def _ends(serving: asyncio.Future[None], url: str) -> bool:
-    """Wait for a role that was asked to stop; False: it does not end, and its broker does not answer."""
+async def _ends(serving: asyncio.Future[None], url: str, tell: Callable[[str], None]) -> bool:
+    """Wait for a role that was asked to stop, and tell for what; False: it does not end, and its broker is away."""
     while not serving.done():
         await asyncio.wait((serving,), timeout=STOP_S)
-        if not serving.done() and not await _answers(url):
+        if serving.done():
+            break
+        if not await _answers(url):
+            broker, left_s = mask_url(url), 2 * STOP_S
+            tell(f"stopping: waits for the broker {broker}, which does not answer, at most {left_s:.0f} s; {AT_ONCE}")
             await asyncio.wait((serving,), timeout=STOP_S)
             return serving.done()
+        tell(f"stopping: waits until what it holds is given back and what it runs has ended; {AT_ONCE}")
     return True
+
+
+def _end_process(text: str, code: int) -> NoReturn:
+    """Say why, and end without waiting for anything."""
+    _say(text)
+    logging.shutdown()
+    os._exit(code)
 
 
 async def _answers(url: str) -> bool:
@@ -140,6 +163,7 @@ def run_controller(options: RoleOptions) -> None:
     async def serve(stop: asyncio.Event) -> None:
         worker_id = _named(options, "controller")
         async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
+            _say_begun("controller", worker_id, options.url, "plans leases, unless another controller leads")
             controller = Controller(ports.board, ControllerConfig(worker_id=worker_id), SystemClock())
             async with _beating(ports, partial(_info, worker_id, "controller")):
                 gc.freeze()  # what is loaded now stays: walking through it would make one plan in a hundred slow
@@ -179,6 +203,8 @@ def run_agent(options: AgentOptions) -> None:
             await _unless_stopped(registry.check(), stop)
             opening = RedisFabric.open(options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX)
             ports = await stack.enter_async_context(await opening)
+            offered = one_line(", ".join(registry.offered()))
+            _say_begun("agent", worker_id, options.url, f"waits for trajectories in environments {offered}")
             asker = RewardAsker(partial(queue_of, open_queue(options.url)), clock)
             async with _model_api(stop, confinement, options.play_count) as desk:
                 worker = AgentWorker(
@@ -254,6 +280,7 @@ def run_gateway(options: GatewayOptions) -> None:
         async with contextlib.AsyncExitStack() as stack:
             spans = stack.enter_context(_spans(options, "gateway", worker_id))
             ports = await stack.enter_async_context(await opening)
+            _say_begun("gateway", worker_id, options.url, "starts its model API")
             worker = AgentWorker(
                 ports,
                 RemoteWorlds(desk),
@@ -293,6 +320,8 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
     worker_id, engine, serving = _named(options, options.role), options.engine, options.serving
     options.check()
     asyncio.run(_reach(options.url, worker_id))
+    then = f"starts its engine with the model {one_line(_model(engine).name)}, then waits for a lease"
+    _say_begun(f"{options.role} worker", worker_id, options.url, then)
     sharing = _sharing(serving)
     made = _make(sharing, engine, lambda options: make_engine(options, worker_id))
     config = _rollout_config(worker_id, options)
@@ -427,6 +456,11 @@ def _context_tokens_max(engine: EngineOptions) -> int | None:
     return engine.context_tokens_max or (CONTEXT_TOKENS_MAX if engine.server is None else None)
 
 
+def _say_begun(role: str, worker_id: str, url: str, then: str) -> None:
+    """Say who has begun, at which broker, and what it does next: a process that waits must not look like a dead one."""
+    _say(f"{role} {worker_id}: connected to the broker {mask_url(url)}; {then}")
+
+
 def _say(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
 
@@ -450,6 +484,7 @@ def run_reward(options: RewardOptions) -> None:
         async with contextlib.AsyncExitStack() as stack:
             ports = await stack.enter_async_context(await RedisFabric.open(options.url, client_name=worker_id))
             await asyncio.to_thread(check_queue, queue)
+            _say_begun("reward worker", worker_id, options.url, "waits for rollouts to score")
             functions = RewardFunctions(registry, config)
             stack.push_async_callback(functions.close)
             spans = stack.enter_context(_spans(options, "reward", worker_id))
@@ -491,7 +526,8 @@ def run_api(options: ApiOptions) -> None:
                     )
                 )
                 training = router(Runs(trainer), weights)
-            await serve_http(ports, config, stop, training=training)
+            _say_begun("api", worker_id, options.url, "starts its page")
+            await serve_http(ports, config, stop, training=training, on_ready=lambda url: _say(f"page at {url}"))
 
     hide()
     run_until_stopped(serve, options.url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import re
@@ -20,6 +21,7 @@ import pytest
 import redis
 
 import rollfab
+from rollfab.deploy.roles.run import AT_ONCE, STOP_S, _ends
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import BrokerError
 from rollfab.fabric.host.directories import owner_only
@@ -256,6 +258,21 @@ def test_every_command_ends_with_130_when_it_is_interrupted(words: list[str]) ->
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("words", ROLES, ids=lambda words: words[0])
+def test_every_role_says_who_it_is_at_which_broker_and_what_it_does_next(words: list[str]) -> None:
+    with EmbeddedBroker.start() as broker, running(broker, words) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        begun = next((line for line in lines if "connected to the broker" in line), "")
+        found = re.fullmatch(r"([\w ]+) ([\w.-]+): connected to the broker (\S+); (.+)\n", begun)
+        assert found and found[3] == broker.url, begun
+        assert found[1].split()[-1 if words == ["worker"] else 0] == words[0]
+        assert found[4].startswith(("plans leases", "waits for ", "starts its "))
+        process.send_signal(signal.SIGTERM)
+        assert "connected to the broker" not in process.communicate(timeout=100)[1]
+
+
+@pytest.mark.timeout(120)
 def test_a_broker_of_one_s_own_ends_with_130_when_it_is_interrupted(tmp_path: Path) -> None:
     line, environment = command("broker", "--data", str(tmp_path / "data"))
     with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -315,6 +332,43 @@ def test_a_role_whose_broker_does_not_answer_ends_when_it_is_interrupted(words: 
     assert "Traceback" not in said
     if words == ["controller"]:  # it was asking, and would have gone on for as long as its patience lasts
         assert said.endswith("stopped; the broker did not answer meanwhile\n")
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "frozen"])
+@pytest.mark.parametrize("role", ["controller", "worker"])  # agents and reward workers that hold nothing end at once
+def test_a_role_that_waits_for_its_broker_at_its_end_says_so_and_a_second_signal_ends_it(
+    role: str, how: signal.Signals
+) -> None:
+    with EmbeddedBroker.start() as broker, running(broker, [role]) as process:
+        os.kill(broker.pid, how)
+        try:
+            # When a role is told to end twice, as a shell and a supervisor may do
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+            # Then it waits, and says for what and for how long
+            assert process.stderr is not None
+            lines = iter(process.stderr.readline, "")
+            told = next((line for line in lines if line.startswith("stopping: ")), "")
+            assert f"waits for the broker {broker.url}, which does not answer, at most 3 s; a second signal" in told
+            # And another signal is its end
+            begun_s = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=100)[1]
+            assert time.monotonic() - begun_s < 1.4
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(broker.pid, signal.SIGCONT)
+    assert (process.returncode, said) == (143, "stopped at once, by a second signal\n")
+
+
+async def test_a_role_that_takes_its_time_to_end_says_once_that_it_waits_for_its_work() -> None:
+    with EmbeddedBroker.start() as broker:
+        told: list[str] = []
+        working = asyncio.ensure_future(asyncio.sleep(2.5 * STOP_S))
+        assert await _ends(working, broker.url, told.append)
+    assert set(told) == {"stopping: waits until what it holds is given back and what it runs has ended; " + AT_ONCE}
 
 
 @contextmanager
