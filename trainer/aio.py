@@ -47,7 +47,16 @@ from ..fabric.tracing.export import COLLECTOR, open_spans
 from ..fabric.tracing.spans import Spans
 from ..fabric.versions.reader import Weights, fetch_weights
 from .agreement import AgreementReporter
-from .checks import check_peek, check_run, check_settings, check_view, make_groups
+from .checks import (
+    check_count_max,
+    check_deadline,
+    check_peek,
+    check_run,
+    check_settings,
+    check_view,
+    check_wait,
+    make_groups,
+)
 from .evaluation import SUFFIX, check_existing, check_version, evaluation_of, goal_of
 from .filters import Keep, Refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
@@ -375,6 +384,7 @@ class AsyncRun:
     ) -> list[str]:
         """Do the same as `submit`; note the progress in `submission`, for a caller that is interrupted meanwhile."""
         self._home.check()
+        check_deadline(timeout_s)
         submission.begin(make_groups(tasks, group_size, group_ids, **wishes))
         submission.check = partial(_check_able, self._ports, self.config)
         return await submission.push(self._ledger, self.config, self._waiting, timeout_s)
@@ -413,6 +423,8 @@ class AsyncRun:
         """
         self._home.check()
         check_view(consumer, takeover)
+        check_wait("groups", timeout)
+        check_count_max("groups", count)
         view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep), takeover=takeover)
         refilled = None if refill is None else Refill(tasks=iter(refill))
         return Groups(self._ledger, view, refilled, waiting=self._waiting)

@@ -79,6 +79,30 @@ def check_view(consumer: str, takeover_s: float) -> None:
     _require("groups", "takeover", takeover_s, ("seconds above 0", lambda value: _is_number(value) and value > 0))
 
 
+def check_wait(where: str, timeout_s: float | None) -> None:
+    """Require a time that a call may wait, 0 to infinity; None, too, is for ever. Raises InputError."""
+    may_be = ("seconds of at least 0, or None to wait for ever", lambda value: value is None or _is_wait(value))
+    _require(where, "timeout", timeout_s, may_be)
+
+
+def check_deadline(timeout_s: float) -> None:
+    """Require a time that a submit may wait, 0 to infinity. Raises InputError."""
+    _require("submit", "timeout", timeout_s, ("seconds of at least 0; 0 tries once", _is_wait))
+
+
+def check_count_max(where: str, count: int | None) -> None:
+    """Require a number of groups to end after; None is any. Raises InputError."""
+    expected, is_fine = _whole(0)
+    may_be = (f"{expected}, or None for as many as come", lambda value: value is None or is_fine(value))
+    _require(where, "count", count, may_be)
+
+
+def check_counts(where: str, **counts: int) -> None:
+    """Require that each of these is a number of things, at least 1. Raises InputError."""
+    for name, count in counts.items():
+        _require(where, name, count, _whole(1))
+
+
 def check_peek(count: int) -> None:
     """Require a number of groups that can be looked at together. Raises InputError."""
     _require("peek", "count", count, _whole(1, PEEK_COUNT_MAX))
@@ -163,6 +187,11 @@ def _require(where: str, name: str, value: Any, check: Check) -> None:
     expected, is_fine = check
     if not is_fine(value):
         raise InputError(f"{where}: {name} is {value!r}, expected {expected}", name=name)
+
+
+def _is_wait(value: Any) -> bool:
+    """Tell whether it is a time to wait: not negative, and not NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
 def _is_number(value: Any) -> bool:

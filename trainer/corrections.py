@@ -65,7 +65,7 @@ def importance_weights(
     et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); the product over a row,
     Liu et al., "When Speed Kills Stability" (2025); the mean, GSPO (arXiv 2507.18071, section 4.1).
     """
-    if weight_max <= 0 or over not in ("token", "product", "mean"):
+    if not weight_max > 0 or over not in ("token", "product", "mean"):
         raise InputError(f"weight_max={weight_max}, over={over!r}: give one above 0, and token, product or mean")
     ratios, mask = _log_ratios(trainer_logprobs, logprobs, mask)
     if over != "token":
@@ -127,6 +127,7 @@ def matched_rows(
     Source: sequence masks of Liu et al., "When Speed Kills Stability" (2025), part 3; verl's `rollout_rs` with
     seq_mean_k1 (mean) and seq_max_k2 (token), in other units.
     """
+    _check_bounds(mean_max=mean_max, token_max=token_max)
     ratios, mask = _log_ratios(trainer_logprobs, logprobs, mask)
     means = np.abs(_totals(ratios, mask, is_mean=True))
     largest = np.abs(ratios).max(axis=-1, initial=0.0)
@@ -154,6 +155,7 @@ def unlearnt_rows(
 
     Source: off-policy sequence masking, DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
     """
+    _check_bounds(mean_max=mean_max)
     ratios, mask = _log_ratios(trainer_logprobs, logprobs, mask)
     return ~((np.asarray(advantages) < 0) & (-_totals(ratios, mask, is_mean=True) > mean_max))
 
@@ -184,6 +186,13 @@ def _totals(ratios: Float64, mask: Bool, *, is_mean: bool) -> Float64:
     return np.where(impossible.any(axis=-1), -np.inf, totals)
 
 
+def _check_bounds(**bounds: float) -> None:
+    """Require bounds of at least 0: NaN would keep nothing or all, and a negative one nothing. Raises InputError."""
+    for name, value in bounds.items():
+        if not value >= 0:
+            raise InputError(f"{name} is {value!r}, expected a number of at least 0", name=name)
+
+
 def _check(name: str, array: NDArray[Any], wrong: Bool) -> None:
     if wrong.any():
         place = tuple(int(each) for each in np.argwhere(wrong)[0])
@@ -206,7 +215,11 @@ def token_versions(spans: Sequence[Span], token_count: int) -> Int64:
 
 
 def stale_spans(spans: Sequence[Span], version: int, *, staleness_max: int = 0) -> tuple[Span, ...]:
-    """Return spans of another policy version than the trainer's: more than `staleness_max` behind it, or ahead."""
+    """Return spans of another policy version than the trainer's: more than `staleness_max` behind it, or ahead.
+
+    Raises InputError: staleness_max is negative, or NaN.
+    """
+    _check_bounds(staleness_max=staleness_max)
     return tuple(span for span in spans if not 0 <= version - span.policy_version <= staleness_max)
 
 
@@ -282,7 +295,7 @@ def loss_shares(
     GRPO (arXiv 2503.20783, section 3.2) for "constant".
     """
     mask = np.asarray(mask_B_T) != 0
-    if kind not in ("token", "rollout", "constant") or (kind == "constant" and token_count_max <= 0):
+    if kind not in ("token", "rollout", "constant") or (kind == "constant" and not token_count_max > 0):
         raise InputError(f"shares {kind!r}: give token, rollout, or constant with token_count_max=… above 0")
     shares: Float32
     if kind == "token":
@@ -313,6 +326,7 @@ def finished(rollouts: Sequence[Rollout], *, token_count_max: int | None = None)
     Source: overlong filtering, DAPO (arXiv 2503.14476, section 3.4).
     """
     limit = np.inf if token_count_max is None else token_count_max
+    _check_bounds(token_count_max=limit)
     return np.array([each.finish_reason == "terminated" and made_count(each) < limit for each in rollouts], np.bool_)
 
 

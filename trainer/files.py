@@ -29,6 +29,7 @@ from ..fabric.contract.errors import ConfigError, InputError, WireError
 from ..fabric.contract.records import Failure, Group, Rollout, Side, nodes_from, spans_from
 from ..fabric.contract.sides import DTYPES
 from ..fabric.contract.wire import ARRAY_DTYPES, dump_json, load_json
+from .checks import check_count_max, check_wait
 from .filters import Keep, find_filter
 
 ROW_GROUP_BYTES = 32 << 20  # of arrays, that a writer or reader of Parquet holds at once, and one group
@@ -421,7 +422,13 @@ class Recording:
         refill: Any = None,
         takeover: float = 0.0,
     ) -> RecordedGroups:
-        """Yield groups as AsyncRun.groups does, by `count` and `keep`; its other arguments change nothing here."""
+        """Yield groups as AsyncRun.groups does, by `count` and `keep`; its other arguments change nothing here.
+
+        Raises:
+            InputError: as AsyncRun.groups.
+        """
+        check_wait("groups", timeout)
+        check_count_max("groups", count)
         return RecordedGroups(self, count, find_filter(keep))
 
     def take(self) -> Group | None:

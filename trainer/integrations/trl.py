@@ -25,6 +25,7 @@ from ...fabric.contract.errors import ConfigError, FabricError, JobDead, QueueEr
 from ...fabric.contract.ids import new_group_id
 from ...fabric.contract.records import Group
 from ...fabric.contract.wire import dump_json
+from ..checks import check_wait
 from ..client import Groups, Run
 from ..publish.tensors import hold
 from .rows import Row, rows_of, runs_of
@@ -61,7 +62,9 @@ def rollout_func(run: Run, task: Task = as_task, *, timeout: float | None = None
     Raises:
         ConfigError: the run hands out rollouts of older weights; and at the first call, what the trainer has set that
             rollouts of a fabric cannot follow, with what to set instead.
+        InputError: timeout is no time to wait.
     """
+    check_wait("rollout_func", timeout)
     config = run.config
     if config.staleness or config.when_stale != "rerun":
         raise ConfigError(

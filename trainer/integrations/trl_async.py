@@ -24,6 +24,7 @@ import numpy as np
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, FabricError, QueueError
 from ...fabric.contract.records import Group, Rollout
+from ..checks import check_counts
 from ..client import Groups, Run
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,8 @@ class RolloutWorker:
         ahead: groups under way, at least 1.
         sample_count_max: of samples that wait for the trainer; above it nothing new is taken from the run.
         consumer: as in Run.groups.
+
+    Raises InputError: a number is no whole number of at least 1.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class RolloutWorker:
         sample_count_max: int = 1024,
         consumer: str = "trainer",
     ) -> None:
+        check_counts("RolloutWorker", num_generations=num_generations, ahead=ahead, sample_count_max=sample_count_max)
         self.rollout_buffer: queue.Queue[Any] = _Buffer(sample_count_max)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(4096)
         self._run = run

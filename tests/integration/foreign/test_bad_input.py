@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -34,6 +35,7 @@ from rollfab.fabric.contract.errors import (
     VersionConflict,
 )
 from rollfab.trainer.client import Fabric, Run
+from rollfab.trainer.files import Recording
 
 pytestmark = pytest.mark.redis
 
@@ -250,6 +252,8 @@ BAD_GROUPS: dict[str, tuple[dict[str, Any], type[FabricError], list[str]]] = {
     "a priority that is no number": ({"priority": True}, InputError, ["priority is True", "whole number 0 "]),
     "a priority after the last": ({"priority": 3}, InputError, ["priority is 3"]),
     "a deadline above every float": ({"deadline": 10**400}, InputError, ["deadline is 1000", "seconds above 0"]),
+    "a timeout below 0": ({"timeout": -1}, InputError, ["submit: timeout is -1, expected seconds of at least 0; 0 "]),
+    "a timeout that is no number": ({"timeout": float("nan")}, InputError, ["submit: timeout is nan"]),
     "text instead of names": ({"group_ids": "ab"}, InputError, ["group_ids", "'ab'", "list"]),
 }
 
@@ -259,6 +263,36 @@ def test_a_bad_group_is_refused(redis: Redis, run: Run, case: str) -> None:
     settings, kind, texts = BAD_GROUPS[case]
 
     check_refused(redis, kind, texts, lambda: run.submit([{}, {}], **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timeout", -1),
+        ("timeout", float("nan")),
+        ("timeout", True),
+        ("timeout", "1"),
+        ("count", -1),
+        ("count", 1.5),
+        ("count", True),
+        ("takeover", float("nan")),
+    ],
+)
+def test_a_loop_over_groups_refuses_what_makes_no_sense_before_it_asks(
+    redis: Redis, run: Run, tmp_path: Path, name: str, value: Any
+) -> None:
+    wishes = {name: value}
+    check_refused(redis, InputError, [f"^groups: {name} is {value!r}, expected "], lambda: run.groups(**wishes))
+    if name != "takeover":  # which a recording lets be: it has nobody who dies
+        (tmp_path / "groups.jsonl").touch()
+        recording = Recording(tmp_path / "groups.jsonl")
+        check_refused(redis, InputError, [f"^groups: {name} is "], lambda: recording.groups(**wishes))
+
+
+def test_a_loop_over_groups_may_look_once_wait_for_ever_and_take_none(run: Run) -> None:
+    assert list(run.groups(timeout=0)) == []
+    assert run.groups(timeout=float("inf")) is not run.groups(timeout=None)
+    assert list(run.groups(timeout=5, count=0)) == []
 
 
 @pytest.mark.parametrize("tasks", [None, 7, {"seed": 1}, "tasks"])

@@ -146,6 +146,20 @@ def test_arrays_that_do_not_belong_together_are_refused() -> None:
         importance_weights([0.0, 0.0], [0.0] * 3, [1] * 3)
     with pytest.raises(InputError, match="weight_max=0"):
         importance_weights([0.0], [0.0], [1], weight_max=0)
+    with pytest.raises(InputError, match="weight_max=nan"):
+        importance_weights([0.0], [0.0], [1], weight_max=math.nan)
+    with pytest.raises(InputError, match="mean_max is nan, expected a number of at least 0"):
+        matched_rows([0.0], [0.0], [1], mean_max=math.nan)
+    with pytest.raises(InputError, match="token_max is -1"):
+        matched_rows([0.0], [0.0], [1], token_max=-1)
+    with pytest.raises(InputError, match="mean_max is nan"):
+        unlearnt_rows([0.0], [0.0], [1], [-1.0], mean_max=math.nan)
+    with pytest.raises(InputError, match="staleness_max is -1"):
+        stale_spans([], 0, staleness_max=-1)
+    with pytest.raises(InputError, match="token_count_max is -1"):
+        finished([], token_count_max=-1)
+    with pytest.raises(InputError, match=r"token_count_max=… above 0"):
+        loss_shares([[1]], "constant", token_count_max=math.nan)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"give .* token, product or mean"):
         importance_weights([0.0], [0.0], [1], over="span")  # type: ignore[arg-type]
 

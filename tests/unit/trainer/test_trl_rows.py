@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollfab.errors import ConfigError
+from rollfab.errors import ConfigError, InputError
 from rollfab.fabric.contract.records import Failure, Group, Node, Rollout, RunConfig
 from rollfab.trainer.integrations.rows import rows_of, runs_of
-from rollfab.trainer.integrations.trl import check_trainer, columns
+from rollfab.trainer.integrations.trl import check_trainer, columns, rollout_func
+from rollfab.trainer.integrations.trl_async import RolloutWorker
 from tests.support.records import new_rollout
 
 FILLER = 0
@@ -118,3 +120,18 @@ def test_importing_the_adapters_loads_neither_trl_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("name", ["num_generations", "ahead", "sample_count_max"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_a_worker_of_trl_refuses_a_number_of_things_that_is_none(name: str, value: Any) -> None:
+    run: Any = None
+    with pytest.raises(InputError, match=f"RolloutWorker: {name} is {value}, expected a whole number of at least 1"):
+        RolloutWorker(run, [], **{name: value})
+
+
+@pytest.mark.parametrize("timeout", [-1, math.nan])
+def test_a_function_of_trl_refuses_a_time_that_nobody_can_wait(timeout: float) -> None:
+    run: Any = None
+    with pytest.raises(InputError, match=f"rollout_func: timeout is {timeout}, expected seconds of at least 0"):
+        rollout_func(run, timeout=timeout)
