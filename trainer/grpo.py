@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ..fabric.contract.records import Group
 from ..fabric.model.presets import dtype_of, is_preset, model_config
 from .corrections import importance_weights, pad_rows, reward_of
+from .metrics import deviation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,11 +283,11 @@ class Grpo:
 def _describe(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     """Describe the rollouts in numbers."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = np.array([reward_of(rollout) for rollout in rollouts], dtype=np.float32)
+    rewards = [reward_of(rollout) for rollout in rollouts]
     turn_count = sum(rollout.turn_count for rollout in rollouts)
     return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
+        "reward_mean": float(np.mean(rewards)),
+        "reward_std": deviation(rewards),
         "success_fraction": sum(bool(rollout.info.get("success")) for rollout in rollouts) / len(rollouts),
         "turn_count_mean": turn_count / len(rollouts),
         "rollout_count": float(len(rollouts)),

@@ -64,6 +64,11 @@ class StepMeter:
         return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
+def deviation(rewards: Sequence[float]) -> float:
+    """Compute the standard deviation of some rewards; 0 where they are all alike, whatever their mean is rounded to."""
+    return float(np.std(rewards)) if min(rewards) != max(rewards) else 0.0
+
+
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Compute the figures that follow from groups alone."""
     rollouts = list(_rollouts(groups))
@@ -77,7 +82,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if rewards := [rollout.reward for rollout in rollouts if rollout.reward is not None]:
         found |= {"reward_min": min(rewards), "reward_max": max(rewards)}
         with np.errstate(over="ignore", invalid="ignore"):  # what is too large for a number is left out
-            found |= {"reward_mean": float(np.mean(rewards)), "reward_deviation": float(np.std(rewards))}
+            found |= {"reward_mean": float(np.mean(rewards)), "reward_deviation": deviation(rewards)}
     if rollouts:
         made = [int(rollout.completion_mask.sum()) for rollout in rollouts]
         found |= {"completion_tokens_mean": fmean(made), "completion_tokens_max": float(max(made))}

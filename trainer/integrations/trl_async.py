@@ -26,6 +26,7 @@ from ...fabric.contract.errors import ConfigError, FabricError, QueueError
 from ...fabric.contract.records import Group, Rollout
 from ..checks import check_counts
 from ..client import Groups, Run
+from ..metrics import deviation
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +275,7 @@ def samples_of(group: Group, group_number: int, offset: int) -> list[Any]:
     rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
     if not len(rewards):
         return []
-    mean, std = float(rewards.mean()), float(rewards.std())
+    mean, std = float(rewards.mean()), deviation(rewards.tolist())
     made = []
     for rollout, reward in zip(group.rollouts, rewards.tolist(), strict=True):
         for branch in _branches(rollout):

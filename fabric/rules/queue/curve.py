@@ -38,8 +38,12 @@ class RewardBucket:
 
     @property
     def reward_deviation(self) -> float:
-        """Standard deviation of its rollouts' rewards, 0 where they are all alike."""
-        return math.sqrt(max(0.0, self.reward_square_sum / self.count - self.reward_mean * self.reward_mean))
+        """Standard deviation of its rollouts' rewards, 0 where they are all alike.
+
+        It is at most half of what lies between the least and the most: what the rounding of the sums adds is cut off.
+        """
+        variance = self.reward_square_sum / self.count - self.reward_mean * self.reward_mean
+        return min(math.sqrt(max(0.0, variance)), (self.reward_max - self.reward_min) / 2)
 
     @property
     def token_mean(self) -> float:

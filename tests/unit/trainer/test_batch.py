@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollfab.fabric.contract.records import Failure, Group, Node, Rollout, Span
 from rollfab.trainer.corrections import group_advantages
-from rollfab.trainer.grpo import pad_groups
+from rollfab.trainer.grpo import _describe, pad_groups
 from tests.support.records import new_rollout
 
 
@@ -115,3 +115,9 @@ def test_advantages_are_centred_and_scaled(rewards: list[float]) -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
 def test_equal_rewards_teach_nothing(reward: float, count: int) -> None:
     assert not group_advantages(np.full(count, reward, np.float32)).any()
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
+def test_equal_rewards_of_a_step_do_not_deviate(reward: float) -> None:
+    groups = [group(*[rollout([n], [n], [1], reward=reward) for n in range(30)])]
+    assert _describe(groups, pad_groups(groups))["reward_std"] == 0

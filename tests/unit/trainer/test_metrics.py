@@ -75,6 +75,11 @@ def test_what_is_not_known_is_left_out(groups: list[Group]) -> None:
     assert all(type(value) is float and math.isfinite(value) for value in found.values())
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, 1e6 / 7])
+def test_equal_rewards_do_not_deviate(reward: float) -> None:
+    assert group_metrics([group(*[rollout(reward)] * 10)])["reward_deviation"] == 0
+
+
 def test_staleness_counts_from_the_oldest_token() -> None:
     mixed = rollout(1.0, spans=(Span(0, 1, "w1", 4), Span(1, 2, "w2", 2)))
     groups = [group(mixed, rollout(1.0))]
