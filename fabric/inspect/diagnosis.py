@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Literal
 from ..contract.records import Lease, WorkerInfo
 from ..contract.text import counted
 from ..ports.sessions import REMOTE
-from ..rules.lending.capacity_facts import is_same_model
+from ..rules.lending.capacity_facts import CapacityRule, is_same_model
+from ..rules.lending.division import slice_of
 from ..rules.lending.lease import has_ended
 from ..rules.lending.terms import LendTerms
 from ..rules.queue.runs import undoable
@@ -448,7 +449,7 @@ def _unleased(view: _View) -> Iterator[Cause]:
             if code == "lend_off" and all(each.role == "serving" for each in view.holders.values()):
                 text = f"no dedicated worker of its model is connected, and {text}"
                 step = f"{step}; or start a dedicated one: `rollfab worker --model MODEL`"
-            step = step.replace("MODEL", _plain(view.config.model))
+            step = step.replace("MODEL", _plain(view.config.model)).replace("SLICE", _slice(view))
             yield view.cause(code, text.format(run=view.name) + named + more, step, kind=kind)
 
 
@@ -463,10 +464,17 @@ _LEASE_WORDS = {
     "guard_shut": ("serving needs the device of every worker for {run} now. ", "See why: `rollfab lend report`"),
     "takes_turns": (
         "the workers of its model serve another run before {run}. ",
-        "Wait for its turn, or start another worker of that model: `rollfab worker --model MODEL`",
+        "Wait for its turn: a worker serves each run for SLICE at least. Or start another one of that model: "
+        "`rollfab worker --model MODEL`",
     ),
     "no_lease": ("no worker is given a lease for {run}. ", "See the controller's plan: `rollfab status`"),
 }
+
+
+def _slice(view: _View) -> str:
+    """Say for how long workers of the model serve each run: longer where they need longer to get another's weights."""
+    slices_s = [slice_of((each.switch_ms or 0) / 1000, CapacityRule()) for each in view.holders.values()]
+    return f"{max(slices_s):.0f} s"
 
 
 def _why_unleased(view: _View, info: WorkerInfo) -> tuple[str, str]:

@@ -461,3 +461,10 @@ def test_without_a_controller_nobody_is_said_to_take_turns() -> None:
     ]
 
     assert codes[0] == "no_controller" and "takes_turns" not in codes
+
+
+def test_who_waits_for_a_turn_is_told_for_how_long_a_worker_serves_each_run() -> None:
+    for switch_ms, said in ((None, "for 10 s at least"), (30_000, "for 182 s at least")):
+        slow = replace(WORKER, switch_ms=switch_ms)
+        turns = scene(None, CONTROLLER, AGENT, slow, leases=(lease(run_id="r2"),), others=(OTHER,))
+        assert said in diagnose(turns, "r1")[0].step
