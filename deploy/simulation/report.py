@@ -154,7 +154,7 @@ def _of_deaths(rows: Sequence[dict[str, Any]]) -> list[str]:
 _OF_RUNS = (
     "of share: slots that a run had ready over those due by weight, while several had enough work for theirs.",
     "of tokens: tokens that it made meanwhile, over its weight's part of all: one slot is faster than another.",
-    "waited: the longest time with work and no worker ready, in fair turns (by weight, of 10 s slices).",
+    "waited: the longest time with work and no worker ready, in fair turns (by weight, in slices of 10 s or more).",
 )
 
 
