@@ -2,6 +2,8 @@
 
 - Nobody waits for an engine longer than ANSWER_S. Answers that it owes stay on a list; the engine counts as hung if the
   list is not empty, and no answer has come for as long as the stall timeout.
+- How long a step may take is learned: SPARE times the longest of late, at least `stall_s`, at most `first_token_s`.
+  A step that reads many long prompts takes seconds, and an engine that came back by itself had not hung.
 - A hung engine gets no turns until it steps again. If it owes no answer, but has no turn left to step for, it is tried
   with one turn at a time, ever more rarely, until a step proves it well.
 """
@@ -10,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import EngineError
@@ -23,6 +26,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1  # between two looks; an engine's counters cost microseconds
 GAP_S_MAX = 0.5  # most time that counts if a look came late
 ANSWER_S = 0.5  # claims that were renewed 0.5 s ago must still be ours after waiting this long
+SPARE = 3.0  # times the longest step of late, before an engine counts as hung
+LATE_S = 60.0  # time constant in which a long step is forgotten
 TRIAL_S_MAX = 60.0  # longest time between two trials of an engine that did not step
 
 
@@ -54,6 +59,7 @@ class EngineWatch:
         self._rule = rule
         self._clock = clock
         self._step = Pulse(0, now)
+        self._longest_s = 0.0  # step of late
         self._held = Pulse(0, now)
         self._answer = Pulse(0, now)
         self._answer_count = 0
@@ -69,16 +75,32 @@ class EngineWatch:
         is_stepping = running_count > 0 and not is_held and not self.is_asleep
         is_held_from_steps = is_held and not self.is_asleep
         self._held = feel(self._held, 0, now, gap_s_max=GAP_S_MAX, is_excused=not is_held_from_steps)
-        self._step = feel(self._step, stats.step_count, now, gap_s_max=GAP_S_MAX, is_excused=not is_stepping)
+        before = self._step
+        self._step = feel(before, stats.step_count, now, gap_s_max=GAP_S_MAX, is_excused=not is_stepping)
+        self._learn(before, now)
         is_excused = is_held or not is_owing
         self._answer = feel(self._answer, self._answer_count, now, gap_s_max=GAP_S_MAX, is_excused=is_excused)
         if self._hang and stats.step_count != self._hang.step_count and not is_owing:
             log.info("engine.steps_again", extra={"hung_s": now - self._hang.since_s})
             self._hang = None
-        if is_stalled(self._step, self._rule):
+        if is_stalled(self._step, self._step_rule):
             self._note_hang(self._step.quiet_s)
         elif self._hang is None and self._answer.quiet_s >= self._rule.stall_s:
             self._note_hang(self._answer.quiet_s)
+
+    def _learn(self, before: Pulse, now_s: float) -> None:
+        """Note how long the step took that has ended since the look before, if one has."""
+        if self._step.count == before.count or not before.count:  # an engine's first step is no step like others
+            return
+        took_s = before.quiet_s if self._hang is None else now_s - self._hang.since_s
+        passed_s = now_s - before.looked_at_s
+        self._longest_s = max(took_s, self._longest_s * math.exp(-passed_s / LATE_S))
+
+    @property
+    def _step_rule(self) -> StallRule:
+        rule = self._rule
+        longest_s = min(SPARE * self._longest_s, rule.first_token_s)
+        return replace(rule, stall_s=max(rule.stall_s, longest_s))
 
     def _note_hang(self, quiet_s: float) -> None:
         now, before = self._clock.now_s(), self._hang

@@ -24,7 +24,7 @@ from ...fabric.contract.ids import trajectory_of
 from ...fabric.contract.limits import TURN_SIDES_BYTES_MAX
 from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Side, Span, TokenLog, TurnResult
 from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
-from ...fabric.rules.queue.engine_watch import Pulse, StallRule, feel, is_stalled
+from ...fabric.rules.queue.engine_watch import WAITING_FRACTION, Line, Pulse, StallRule, feel, is_stalled
 from ...fabric.rules.queue.placement import PrefillSpeed
 from ...fabric.rules.queue.retries import is_suspect
 from ...fabric.rules.queue.room import Holding, KvRoom
@@ -73,6 +73,7 @@ class RunningTurns:
         self._turns: dict[str, RunningTurn] = {}
         self._done: list[Generation] = []
         self._stalled: list[str] = []  # as of the last renewals
+        self._line, self._begun_count = Line(), 0
         self._out_count = 0  # turns taken out, and not yet given back
 
     def __len__(self) -> int:
@@ -201,7 +202,8 @@ class RunningTurns:
         for claim in claims:
             if claim.log is not None and not self._engine.cannot_resume.isdisjoint(claim.job.sampling.row()):
                 claim = _begun_anew(claim)
-            turn = RunningTurn.begin(claim, self._options.worker_id, now)
+            self._begun_count += 1
+            turn = RunningTurn.begin(claim, self._options.worker_id, now, number=self._begun_count)
             if claim.waited_s is not None and not claim.is_handed_over:
                 self.timings.note("turn_queue", claim.waited_s, trajectory_of(claim.job.turn_id))
             self._turns[turn.request_id] = turn
@@ -232,11 +234,22 @@ class RunningTurns:
             return []
         made = {each.request_id: each for each in self._engine.progress(list(due))}
         for name, each in due.items():
-            each.look(made.get(name), now, gap_s_max=2 * log_s, is_excused=self.watch.is_held)
-        self._stalled += [name for name, each in due.items() if is_stalled(each.pulse, self._options.stall)]
+            if name in made and len(made[name].completion_ids) != each.pulse.count:
+                self._line.note(each.number, now)
+        self._stalled += [name for name, each in due.items() if self._has_stalled(each, made.get(name), now)]
         if self._stalled:
             self._wake()
         return [each.renewal(made.get(name), now) for name, each in due.items()]
+
+    def _has_stalled(self, turn: RunningTurn, made: Generation | None, now_s: float) -> bool:
+        """Look at a turn; tell whether it has been silent for too long, and not because it waits in line."""
+        before, gap_s_max = turn.pulse, 2 * self._options.log_s
+        is_passed = self._line.passed_at_s(turn.number) > before.looked_at_s
+        waits = not is_passed and (not before.count or self._engine.stats().waiting_count > 0)
+        fraction = WAITING_FRACTION if waits else 1.0
+        turn.look(made, now_s, gap_s_max=gap_s_max, is_excused=self.watch.is_held, fraction=fraction)
+        context = turn.size(self._options.context_tokens_max).context_tokens
+        return is_stalled(turn.pulse, self._options.stall, context)
 
     def _forget(self, names: Iterable[str]) -> None:
         """Drop these turns: the broker knows that they are no longer ours."""
@@ -316,6 +329,7 @@ class RunningTurns:
             self._trace(turn, ended, ended.finish_reason)
         if turn is None or ended.finish_reason not in WHOLE:
             return
+        self._line.note(turn.number, self._clock.now_s())
         name, count = trajectory_of(turn.claim.job.turn_id), len(ended.completion_ids)
         self._kv_room.note_ended(turn.read_count - len(turn.claim.job.prompt_ids) + count)
         if first_s is None:
@@ -376,10 +390,11 @@ class TurnSize:
 
 @dataclass(slots=True, kw_only=True)
 class RunningTurn:
-    """A claim of a turn, begun at `begun_s`. renewed_at_s: when the broker last heard of it. saved_count: tokens that
-    the broker keeps."""
+    """A claim of a turn, begun at `begun_s`. number: in the order in which the worker began them. renewed_at_s: when
+    the broker last heard of it. saved_count: tokens that the broker keeps."""
 
     claim: TurnClaim
+    number: int
     worker_id: str
     begun_s: float
     renewed_at_s: float
@@ -389,12 +404,13 @@ class RunningTurn:
     is_stalled: bool = False
 
     @classmethod
-    def begin(cls, claim: TurnClaim, worker_id: str, now_s: float) -> RunningTurn:
+    def begin(cls, claim: TurnClaim, worker_id: str, now_s: float, *, number: int) -> RunningTurn:
         """Make the record of a turn that was claimed just now."""
         saved_count = len(claim.log.completion_ids) if claim.log else 0
         pulse = Pulse(0, now_s)
         return cls(
             claim=claim,
+            number=number,
             worker_id=worker_id,
             begun_s=now_s,
             renewed_at_s=now_s,
@@ -438,10 +454,12 @@ class RunningTurn:
             is_begun=self.pulse.count > 0,
         )
 
-    def look(self, made: Generation | None, now_s: float, *, gap_s_max: float, is_excused: bool) -> None:
-        """Note whether tokens have come since the last look."""
+    def look(
+        self, made: Generation | None, now_s: float, *, gap_s_max: float, is_excused: bool, fraction: float
+    ) -> None:
+        """Note whether tokens have come since the last look. The rest: see `feel`."""
         count = self.pulse.count if made is None else len(made.completion_ids)
-        self.pulse = feel(self.pulse, count, now_s, gap_s_max=gap_s_max, is_excused=is_excused)
+        self.pulse = feel(self.pulse, count, now_s, gap_s_max=gap_s_max, is_excused=is_excused, fraction=fraction)
 
     def renewal(self, made: Generation | None, now_s: float) -> TurnProgress:
         """Make the renewal of the claim; add the tokens if there are new ones."""

@@ -79,6 +79,7 @@ class PlayedEngine:
         self.is_asleep, self.can_sleep, self.wake_error = False, True, ""
         self.sleep_count = self.wake_count = 0
         self.kv_capacity_tokens, self.kv_used_fraction = 0, 1.0
+        self.waiting_count = 0
         self._hears = asyncio.Event()
         self._hears.set()
         self._ended: list[Generation] = []
@@ -173,7 +174,7 @@ class PlayedEngine:
             raise EngineError("the engine is dead")
         return EngineStats(
             running_count=len(self.token_counts),
-            waiting_count=0,
+            waiting_count=self.waiting_count,
             kv_used_fraction=self.kv_used_fraction,
             kv_capacity_tokens=self.kv_capacity_tokens,
             step_count=self.step_count,

@@ -63,7 +63,7 @@ async def test_two_claims_of_one_turn_on_one_worker_are_found() -> None:
     options = RunningOptions(worker_id="w", log_s=1.0, stall=rule)
     running = RunningTurns(PlayedEngine(), options, SystemClock(), wake=asyncio.Event().set)  # type: ignore[arg-type]
     for fence in (1, 2):
-        turn = RunningTurn.begin(TurnClaim(job=JOB, fence=fence, loss=0), "w", 0.0)
+        turn = RunningTurn.begin(TurnClaim(job=JOB, fence=fence, loss=0), "w", 0.0, number=1)
         running.check_integrity()
         running._turns[turn.request_id] = turn
     with pytest.raises(AssertionError, match="two claims of one turn"):

@@ -63,7 +63,7 @@ def test_what_is_known_beside_tokens_is_what_was_told_first() -> None:
 def test_a_turn_with_too_much_beside_its_tokens_is_refused_and_never_sent() -> None:
     # Given a running turn whose engine notes more than a record may hold
     job = TurnJob(turn_id="g.0.0", agent_id="a", sampling=Sampling(logprobs=20), prompt_ids=np.zeros(1, np.int32))
-    turn = RunningTurn.begin(TurnClaim(job=job, fence=1, loss=0, log=None), "w1", 0.0)
+    turn = RunningTurn.begin(TurnClaim(job=job, fence=1, loss=0, log=None), "w1", 0.0, number=1)
     large = Side(name="top_ids", start=0, end=2, array=np.zeros((2, TURN_SIDES_BYTES_MAX // 8 + 1), np.int32))
     two = replace(made([7, 8], (0, 2, 3)), sides=(large,))
 

@@ -136,6 +136,57 @@ async def test_a_turn_that_crawls_goes_on_elsewhere_and_the_others_stay() -> Non
             assert stage.table.records[lame_turn].loss == 1
 
 
+def step_all_but(stage: Stage, still: Callable[[], set[str]]) -> Callable[[], None]:
+    """Make steps in which some requests make no token, those of the turns that `still` returns."""
+
+    def step() -> None:
+        counts = dict(stage.engine.token_counts)
+        stage.engine.step()
+        for name in counts:
+            if name.split("#")[0] in still():
+                stage.engine.token_counts[name] = counts[name]
+
+    return step
+
+
+@in_virtual_time
+async def test_turns_that_wait_in_line_for_their_prompt_have_not_stalled_until_one_passes_them() -> None:
+    # Given three turns of which the first makes tokens, as the prompts of the others are not read yet
+    stage = new_stage()
+    stage.engine.first_count = 0
+    still: set[str] = set()
+    async with stage.at_work(3, 3, **{**FAST, "first_token_s": 0.3}) as names:
+        still.update(names[1:])
+        async with stepping(stage.engine, step_all_but(stage, lambda: still)):
+            # When many times as long passes as a first token may take, then they still run
+            await asyncio.sleep(3.0)
+            assert stage.turns.returned == []
+            # But not the second once the third has a token
+            still.discard(names[2])
+            await until(lambda: stage.turns.returned == [(names[1], True)])
+            await asyncio.sleep(1.0)
+            assert len(stage.turns.returned) == 1
+
+
+@in_virtual_time
+async def test_turns_that_were_put_back_for_want_of_room_have_not_stalled() -> None:
+    # Given three turns with tokens, of which the engine puts the last one back
+    stage = new_stage()
+    still: set[str] = set()
+    async with (
+        stage.at_work(3, 3, **FAST) as names,
+        stepping(stage.engine, step_all_but(stage, lambda: still)),
+    ):
+        await asyncio.sleep(0.2)
+        still.add(names[2])
+        stage.engine.waiting_count = 1
+        await asyncio.sleep(3.0)
+        assert stage.turns.returned == []
+        # Where nobody waits, it is silent for no reason
+        stage.engine.waiting_count = 0
+        await until(lambda: stage.turns.returned == [(names[2], True)])
+
+
 @in_virtual_time
 async def test_a_turn_that_was_given_back_as_stalled_is_left_to_others_first() -> None:
     stage = new_stage()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.rules.queue.engine_watch import Pulse, StallRule, feel, is_stalled
+from rollfab.fabric.rules.queue.engine_watch import WAITING_FRACTION, Line, Pulse, StallRule, feel, is_stalled
 
 RULE = StallRule(stall_s=2.0, first_token_s=20.0)
 
@@ -56,3 +59,21 @@ def test_silence_is_never_counted_longer_than_it_was(rows: list[tuple[float, int
             moved_at_s = now_s
         assert pulse.quiet_s <= now_s - moved_at_s + 1e-6
         assert is_stalled(pulse, RULE) <= (now_s - moved_at_s >= RULE.stall_s - 1e-6)
+
+
+def test_a_turn_has_time_to_read_its_context_and_counts_less_while_it_waits_in_line() -> None:
+    silent = after([(0.25, 1), *every(0.25, 5.0, 1)])
+    assert is_stalled(silent, RULE, 2_000) and not is_stalled(silent, RULE, 4_000)
+    pulse = Pulse(1, 0.0)
+    for look in range(1, 31):
+        pulse = feel(pulse, 1, look * 0.25, gap_s_max=0.5, fraction=WAITING_FRACTION)
+    assert pulse.quiet_s == pytest.approx(0.25)
+
+
+@given(moves=st.lists(st.integers(0, 9), max_size=40), number=st.integers(0, 9))
+def test_a_line_knows_when_one_that_came_later_moved_last(moves: list[int], number: int) -> None:
+    line = Line()
+    for at_s, mover in enumerate(moves):
+        line.note(mover, float(at_s))
+    later = [float(at_s) for at_s, mover in enumerate(moves) if mover > number]
+    assert line.passed_at_s(number) == max(later, default=-math.inf)
