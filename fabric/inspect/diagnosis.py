@@ -36,7 +36,10 @@ CODES: Mapping[str, tuple[Kind, str]] = {
     "nothing_submitted": ("waits", "no group was ever pushed to the run"),
     "all_consumed": ("waits", "every group that was pushed has been consumed"),
     "all_cancelled": ("waits", "every group that was pushed has been cancelled"),
-    "for_trainer": ("waits", "complete groups wait for the trainer, which asked a short while ago"),
+    "for_trainer": (
+        "waits",
+        "complete groups wait for the trainer, which asked of late, or a live consumer holds them",
+    ),
     "takes_turns": ("waits", "the workers of its model serve another run now; runs take turns by weight"),
     "consumer_gone": ("stuck", "complete groups wait, and nobody has asked for them, or who holds them is silent"),
     "clock": ("stuck", "heartbeats lie in the future: the fabric's clock went back"),
