@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import threading
 import time
@@ -18,6 +19,9 @@ import pytest
 from hypothesis import settings
 
 from tests.support.until import PATIENCE
+
+# Before torch is imported: threads of its own that spin beside other processes' are a quarter of what its tests take.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("house", deadline=None, print_blob=True)  # deadlines measure the machine, not the code
 settings.register_profile("few", settings.get_profile("house"), max_examples=10)  # make test-fast: a look, no search

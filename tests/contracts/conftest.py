@@ -81,7 +81,7 @@ def run() -> RunConfig:
     )
 
 
-@pytest.fixture(params=["stand-in", "redis", "redis-sharded", "redis-cluster"])
+@pytest.fixture(params=["stand-in", "redis-sharded", "redis-cluster"])
 async def world(request: pytest.FixtureRequest, run: RunConfig) -> AsyncIterator[World]:
     if request.param not in ("stand-in", "redis"):
         run = RunConfig(**{**run.__dict__, "shard_count": 3, "trajectory_count_max": 60})

@@ -17,6 +17,8 @@ from tests.contracts.test_queue import group_of_size, lease, rollout_of, turn_of
 
 SHORT = 10  # tokens
 PASSED_MS = 60_000  # queue/lua/use/ring.lua
+# Lengths are known by shard, and so is the order.
+of_one_shard = pytest.mark.parametrize("world", ["stand-in", "redis"], indirect=True)
 
 
 def group_of(name: str, task_id: str, size: int = 1) -> GroupPush:
@@ -62,16 +64,8 @@ async def taken(world: World, count: int) -> list[str]:
     return found
 
 
-@pytest.fixture
-def world_of_one_shard(world: World) -> World:
-    """Lengths are known by shard, and so is the order."""
-    if world.run.shard_count > 1:
-        pytest.skip("one shard's order")
-    return world
-
-
-async def test_a_group_whose_task_took_long_goes_before_those_that_came_earlier(world_of_one_shard: World) -> None:
-    world = world_of_one_shard
+@of_one_shard
+async def test_a_group_whose_task_took_long_goes_before_those_that_came_earlier(world: World) -> None:
     # Given short tasks, and one that takes three times as long as all do on the average
     await live(world, "short", SHORT)
     await live(world, "long", 10 * SHORT, count=2)
@@ -81,17 +75,18 @@ async def test_a_group_whose_task_took_long_goes_before_those_that_came_earlier(
     assert await taken(world, 4) == ["long", "long", "short", "new"]
 
 
-async def test_a_task_that_takes_as_long_as_others_gets_nothing_ahead(world_of_one_shard: World) -> None:
-    world = world_of_one_shard
+@of_one_shard
+async def test_a_task_that_takes_as_long_as_others_gets_nothing_ahead(world: World) -> None:
     await live(world, "short", SHORT)
     await live(world, "longer", int(SHORT * LONG) - 1, count=4)
     await world.rollouts.push([group_of("s1", "short"), group_of("l1", "longer")])
     assert await taken(world, 2) == ["short", "longer"]
 
 
-async def test_a_run_that_does_not_ask_for_it_keeps_no_lengths_and_its_order(world_of_one_shard: World) -> None:
+@of_one_shard
+async def test_a_run_that_does_not_ask_for_it_keeps_no_lengths_and_its_order(world: World) -> None:
     # Given a run whose settings have it off
-    world = world_of_one_shard.view(dataclasses.replace(world_of_one_shard.run, longest_first=False))
+    world = world.view(dataclasses.replace(world.run, longest_first=False))
     await live(world, "short", SHORT)
     await live(world, "long", 10 * SHORT, count=2)
     # Then it goes as it came
@@ -119,8 +114,9 @@ async def test_the_last_of_a_group_go_before_others_unless_the_run_has_it_otherw
     assert first.job.turn_id.startswith("g1." if is_on else other)
 
 
-async def test_what_has_waited_for_a_minute_is_passed_by_nothing_that_comes_later(world_of_one_shard: World) -> None:
-    world, keys = world_of_one_shard, RunShards("r1", 1).all[0]
+@of_one_shard
+async def test_what_has_waited_for_a_minute_is_passed_by_nothing_that_comes_later(world: World) -> None:
+    keys = RunShards("r1", 1).all[0]
     await live(world, "short", SHORT)
     await live(world, "long", 10 * SHORT, count=2)
     # Given a group that has waited for as long as the broker lets one
@@ -135,8 +131,9 @@ async def test_what_has_waited_for_a_minute_is_passed_by_nothing_that_comes_late
     assert await taken(world, 2) == ["short", "long"]
 
 
-async def test_what_is_kept_of_lengths_has_bounds_and_survives_foreign_rows(world_of_one_shard: World) -> None:
-    world, keys = world_of_one_shard, RunShards("r1", 1).all[0]
+@of_one_shard
+async def test_what_is_kept_of_lengths_has_bounds_and_survives_foreign_rows(world: World) -> None:
+    keys = RunShards("r1", 1).all[0]
     own = task_name(world.run, "t")
     # Given rows that are none, and one that is as long as it may be
     for name, row in ((own, "x"), ("-", "9" * 30 + " 9")):

@@ -27,6 +27,7 @@ FUNCTION_LINE_COUNT_MAX = 70
 INIT_LINE_COUNT_MAX = 40
 LUA_LINE_COUNT_MAX = 60
 FOLDER_FILE_COUNT_MAX = 15
+STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 PARTS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler)
 GENERATED = {"__pycache__", ".venv", ".venv-arq", ".venv-clients", ".git", "build", "dist"}
 
@@ -66,8 +67,13 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def parts(path: Path) -> tuple[ast.AST, ...]:
-    """What tests of many sources look for: imports, functions, handlers of exceptions."""
-    return tuple(node for node in ast.walk(tree(path)) if isinstance(node, PARTS))
+    """What tests of many sources look for: imports, functions, handlers of exceptions. No expression holds any."""
+    found, left = list[ast.AST](), list[ast.AST]([tree(path)])
+    while left:
+        node = left.pop()
+        found += [node] if isinstance(node, PARTS) else []
+        left += [each for each in ast.iter_child_nodes(node) if isinstance(each, STATEMENTS)]
+    return tuple(found)
 
 
 def line_count(path: Path) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
-from redis.exceptions import ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 
 from rollfab.fabric.broker.clients.channel import Argument, Command, checked
 from rollfab.fabric.contract.clock import Clock, SystemClock
@@ -37,6 +37,7 @@ class Broker:
         self._clock = clock or SystemClock()
         self.set_ahead_s = 0.0
         self.keys = Keyspace(self.wall_ms)
+        self._scripts: set[bytes] = set()  # that it was sent: the interpreter has those of other brokers, too
 
     def wall_ms(self) -> float:
         """What its machine's clock shows."""
@@ -54,9 +55,12 @@ class Broker:
         """Do what a command asks, at once."""
         name, *words = encoded(command)
         if name == b"EVALSHA":
+            if words[0] not in self._scripts:
+                raise NoScriptError("No matching script. Please use EVAL.")
             return interpreter().run(self.keys, words[0], words[1:])
         if name == b"EVAL":
-            return interpreter().run(self.keys, interpreter().load(words[0]), words[1:])
+            self._scripts.add(digest := interpreter().load(words[0]))
+            return interpreter().run(self.keys, digest, words[1:])
         found = COMMANDS.get(name)
         assert found is not None, f"the stand-in has no {name!r}: add it to tests/standin"
         answer = found(self.keys, words)

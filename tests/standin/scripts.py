@@ -6,7 +6,7 @@ from hashlib import sha1
 from typing import Any
 
 from lupa.lua51 import LuaRuntime, lua_type
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import ResponseError
 
 from tests.standin.commands import COMMANDS, Words
 from tests.standin.keyspace import Keyspace
@@ -54,15 +54,12 @@ class Interpreter:
         return digest
 
     def run(self, space: Keyspace, digest: bytes, words: Words) -> Any:
-        """Run a script. words: how many keys, keys, arguments.
+        """Run a script that was loaded. words: how many keys, keys, arguments.
 
         Raises:
-            NoScriptError: it was not loaded.
             ResponseError: what it raised.
         """
-        script = self._scripts.get(digest)
-        if script is None:
-            raise NoScriptError("No matching script. Please use EVAL.")
+        script = self._scripts[digest]
         count = int(words[0])
         self._space = space
         keys, argv = self._table(*words[1 : count + 1]), self._table(*words[count + 1 :])

@@ -29,6 +29,7 @@ from rollfab.workers.rollout import yielding
 from rollfab.workers.serving.device import memory
 from rollfab.workers.serving.guarding import guard
 from tests.support.simulated import SMALL, arms, outcome, run
+from tests.support.tried import cases
 
 CROWDED = replace(SMALL, work=WorkPart(kind="frozenlake", groups=3, group_size=8, steps=1))
 ONE_GROUP = replace(CROWDED, work=replace(CROWDED.work, groups=1))
@@ -68,7 +69,7 @@ PLANTS = {  # a rule of production → another in its place, and an arm in which
 once = cache(run)  # as many tests compare with the same run, of production's rules
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", cases(PLANTS, 3))
 def test_ours_changes_with_a_rule_of_production(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, rule, planted, arm = PLANTS[name]
     scenario = TIGHT if name == "room in a KV cache" else ONE_GROUP

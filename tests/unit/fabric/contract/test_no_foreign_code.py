@@ -66,20 +66,19 @@ def findings(path: Path) -> Iterator[tuple[str, str]]:
     """What a file does that could run code which came as data, as (file, what)."""
     name = str(path.relative_to(ROOT))
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        for what in (*_imports(node), *_calls(node)):
-            yield name, what
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call)):
+            for what in _calls(node) if isinstance(node, ast.Call) else _imports(node):
+                yield name, what
 
 
-def _imports(node: ast.AST) -> Iterator[str]:
+def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names if alias.name.split(".")[0] in MODULES)
-    elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] in MODULES:
+    elif node.level == 0 and (node.module or "").split(".")[0] in MODULES:
         yield node.module or ""
 
 
-def _calls(node: ast.AST) -> Iterator[str]:
-    if not isinstance(node, ast.Call):
-        return
+def _calls(node: ast.Call) -> Iterator[str]:
     text = _dotted(node.func)
     last = text.rsplit(".", 1)[-1]
     if text in CALLS or text.startswith("builtins.") or last in METHODS:

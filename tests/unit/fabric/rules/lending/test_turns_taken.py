@@ -16,7 +16,7 @@ from rollfab.fabric.rules.lending.capacity_facts import SWITCH_S_MAX
 from rollfab.fabric.rules.lending.division import Offer, settle, shares, slice_of
 
 RULE = CapacityRule()
-TICK_S = 0.5
+TICK_S = 1.0  # coarser than a controller's, and the rules know no tick
 HOUR_S = 3600.0
 
 
@@ -209,7 +209,7 @@ def test_workers_of_different_sizes_come_out_by_weight_too() -> None:
     assert hour.served["a"] / hour.served["b"] == pytest.approx(1.0, rel=0.05)
 
 
-@pytest.mark.parametrize("speed", [0.25, 0.5])
+@pytest.mark.parametrize("speed", [0.25, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_workers_of_different_speeds_come_out_by_weight_too(speed: float) -> None:
     # Given fast workers that the first run has, and more slow ones
     fast = [dataclasses.replace(worker, run_id="a") for worker in measured(pool(2))]
