@@ -33,7 +33,7 @@ def test_groups_beyond_the_count_go_and_what_is_too_old_goes_first() -> None:
 
 
 def test_a_night_is_spread_over_what_is_kept() -> None:
-    """A group every four seconds for a day, 100 may stay: each third of the day is there, and all of the last minutes."""
+    """A group every four seconds for a day, 100 may stay: each third of the day is there, and the last two minutes."""
     held, held_bytes = list[KeptGroup](), 0
     for second in range(0, 86_400, 4):
         held.append(KeptGroup(f"{second * 1000}-0", f"g{second}", second * 1000, 10))
