@@ -100,7 +100,7 @@ def test_a_worker_that_changes_hands_takes_the_new_runs_weights_and_no_prefix_al
 def test_a_turn_that_another_run_takes_for_its_own_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cluster, "_came_back_of_all", lambda self, engine, turns: None)
     with pytest.raises(Broken, match="tokens made"):
-        run("fixed", replace(BOTH, simulation=replace(BOTH.simulation, hours_max=0.3)))
+        run("fixed", replace(LITTLE, simulation=replace(LITTLE.simulation, hours_max=0.1)))
 
 
 def test_one_run_is_as_it_was() -> None:

@@ -20,6 +20,7 @@ from rollfab.deploy.simulation.scenario import Scenario
 from rollfab.deploy.simulation.timeline import SAMPLE_S, Timeline, by_minute
 from rollfab.fabric.contract.errors import ConfigError
 from tests.support.simulated import SMALL, outcome, run
+from tests.support.tried import cases
 
 SLACK = 1e-6  # of an instance's seconds, by rounding and by what a stretch's growth moves between its two engines
 
@@ -35,7 +36,7 @@ def watched(arm: str) -> tuple[Run, Timeline]:
     return found, timeline
 
 
-@pytest.mark.parametrize("arm", ["ours", "share-all", "rose"])
+@pytest.mark.parametrize("arm", cases(["ours", "share-all", "rose"], 2))
 def test_no_instance_is_ever_used_for_longer_than_time_passed(arm: str) -> None:
     _, timeline = watched(arm)
     for before, after in pairwise(timeline.moments):

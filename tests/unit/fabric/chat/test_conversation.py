@@ -406,7 +406,7 @@ def test_sub_agents_with_one_system_prompt_have_it_once() -> None:
 def test_a_template_that_rewrites_each_turn_stores_no_turn_twice(family: str) -> None:
     """Nearly none: a history says in other tokens what the policy said, so an answer is there as made and as told."""
     stored, message_counts = [], []
-    for turn_count in (20, 40):
+    for turn_count in (10, 20):
         conversation = Conversation(chat_template(family))
         history: list[Message] = [{"role": "system", "content": "rules"}]
         for turn in range(turn_count):
