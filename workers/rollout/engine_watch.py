@@ -59,7 +59,7 @@ class EngineWatch:
         self._rule = rule
         self._clock = clock
         self._step = Pulse(0, now)
-        self._longest_s = 0.0  # step of late
+        self._longest_s, self._learned_at_s = 0.0, now  # step of late
         self._held = Pulse(0, now)
         self._answer = Pulse(0, now)
         self._answer_count = 0
@@ -85,7 +85,7 @@ class EngineWatch:
             self._hang = None
         if is_stalled(self._step, self._step_rule):
             self._note_hang(self._step.quiet_s)
-        elif self._hang is None and self._answer.quiet_s >= self._rule.stall_s:
+        elif self._hang is None and self._answer.quiet_s >= self._step_rule.stall_s:  # it answers between two steps
             self._note_hang(self._answer.quiet_s)
 
     def _learn(self, before: Pulse, now_s: float) -> None:
@@ -93,8 +93,8 @@ class EngineWatch:
         if self._step.count == before.count or not before.count:  # an engine's first step is no step like others
             return
         took_s = before.quiet_s if self._hang is None else now_s - self._hang.since_s
-        passed_s = now_s - before.looked_at_s
-        self._longest_s = max(took_s, self._longest_s * math.exp(-passed_s / LATE_S))
+        kept = math.exp((self._learned_at_s - now_s) / LATE_S)
+        self._longest_s, self._learned_at_s = max(took_s, self._longest_s * kept), now_s
 
     @property
     def _step_rule(self) -> StallRule:

@@ -236,16 +236,22 @@ class RunningTurns:
         for name, each in due.items():
             if name in made and len(made[name].completion_ids) != each.pulse.count:
                 self._line.note(each.number, now)
-        self._stalled += [name for name, each in due.items() if self._has_stalled(each, made.get(name), now)]
+        some_wait = self._engine.stats().waiting_count > 0
+        self._stalled += [
+            name for name, each in due.items() if self._has_stalled(each, made.get(name), now, some_wait=some_wait)
+        ]
         if self._stalled:
             self._wake()
         return [each.renewal(made.get(name), now) for name, each in due.items()]
 
-    def _has_stalled(self, turn: RunningTurn, made: Generation | None, now_s: float) -> bool:
-        """Look at a turn; tell whether it has been silent for too long, and not because it waits in line."""
+    def _has_stalled(self, turn: RunningTurn, made: Generation | None, now_s: float, *, some_wait: bool) -> bool:
+        """Look at a turn; tell whether it has been silent for too long, and not because it waits in line.
+
+        some_wait: the engine has turns that it does not run now.
+        """
         before, gap_s_max = turn.pulse, 2 * self._options.log_s
         is_passed = self._line.passed_at_s(turn.number) > before.looked_at_s
-        waits = not is_passed and (not before.count or self._engine.stats().waiting_count > 0)
+        waits = not is_passed and (not before.count or some_wait)
         fraction = WAITING_FRACTION if waits else 1.0
         turn.look(made, now_s, gap_s_max=gap_s_max, is_excused=self.watch.is_held, fraction=fraction)
         context = turn.size(self._options.context_tokens_max).context_tokens

@@ -239,6 +239,35 @@ async def test_a_sleeping_engine_is_neither_hung_nor_held() -> None:
 
 
 @in_virtual_time
+async def test_an_engine_with_long_steps_is_taken_for_hung_once_and_a_dead_one_within_bounds() -> None:
+    clock = VirtualClock(asyncio.get_running_loop())
+    engine = PlayedEngine()
+    watch = EngineWatch(engine, StallRule(stall_s=1.0, first_token_s=12.0), clock)  # type: ignore[arg-type]
+
+    async def hung_s(seconds: float) -> float:
+        """How long it was taken for hung until its next step."""
+        looks = []
+        for _ in range(int(seconds / 0.1)):
+            await clock.sleep(0.1)
+            watch.look(1)
+            looks.append(watch.is_hung)
+        engine.step_count += 1
+        watch.look(1)
+        return sum(looks) * 0.1
+
+    # Given an engine that reads long prompts: each step takes three seconds
+    await hung_s(3.0)
+    assert await hung_s(3.0) > 1.0
+    assert [await hung_s(3.0) for _ in range(20)] == [0.0] * 20
+    # When it makes no step any more, then that is seen after three times as long; and what was long is forgotten
+    assert await hung_s(60.0) == pytest.approx(60.0 - 9.0, abs=0.5)
+    assert await hung_s(60.0) == pytest.approx(60.0 - 12.0, abs=0.5)
+    for _ in range(4000):
+        await hung_s(0.1)
+    assert await hung_s(3.0) > 1.0
+
+
+@in_virtual_time
 async def test_an_engine_held_by_limits_is_not_taken_for_hung() -> None:
     stage = new_stage()
     await stage.ask(1)
