@@ -70,8 +70,8 @@ def settle(
     for key in dict.fromkeys(run.pool_key for run in runs):
         fitting = [run for run in runs if run.pool_key == key and run.has_weights]
         sharing = [run for run in fitting if run.open_count > 0 or run.run_id in given]
-        counted = [run for run in fitting if run in sharing or run.idle_s < rule.take_back_after_s]
         offers = {run.run_id: given.get(run.run_id, []) for run in sharing}
+        counted = [run for run in fitting if run.run_id in offers or run.idle_s < rule.take_back_after_s]
         supply = [offer for own in offers.values() for offer in own]
         due = shares(sharing, supply)
         lacks = {run.run_id: _lacked(run, offers[run.run_id], due[run.run_id]) for run in sharing}
