@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import reprlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from ...fabric.chat.choice import read_choice
@@ -290,6 +292,8 @@ def as_error(raised: BaseException) -> Exception:
 
 
 LOOKS = 20  # in one time limit
+LOADAVG = Path("/proc/loadavg")
+SHARE_MIN = 1 / 8  # of a processor: whoever starts any number of processes has eight times the limit, not more
 LATE_S = 0.05  # a look later than this, or than a quarter of the time between looks, means that the loop stood still
 
 
@@ -297,12 +301,14 @@ LATE_S = 0.05  # a look later than this, or than a quarter of the time between l
 async def time_limit(limit_s: float) -> AsyncIterator[None]:
     """Limit the time of work that happens elsewhere, without counting the time in which this loop stands still.
 
-    Count looks, not time: a late look does not count, because input that came meanwhile has not been read yet.
+    Count looks, not time: a late look does not count, because input that came meanwhile has not been read yet. Where
+    more processes want a processor than there are, a look counts as the part of one that each of them has: work that
+    waits for its turn does not hang, and agents run many environments at once.
 
     Raises:
         TimeoutError: like asyncio.timeout.
     """
-    loop, look_s, left = asyncio.get_running_loop(), limit_s / LOOKS, LOOKS
+    loop, look_s, left = asyncio.get_running_loop(), limit_s / LOOKS, float(LOOKS)
     timers: list[asyncio.TimerHandle] = []
     async with asyncio.timeout(None) as scope:
 
@@ -311,8 +317,9 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
 
         def look(due_s: float) -> None:
             nonlocal left
-            left -= loop.time() - due_s < max(LATE_S, look_s / 4)
-            if left > 0:
+            is_late = loop.time() - due_s >= max(LATE_S, look_s / 4)
+            left -= 0.0 if is_late else processor_share()
+            if left > 1e-9:
                 look_later()
             else:
                 scope.reschedule(loop.time())
@@ -322,6 +329,15 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
             yield
         finally:
             timers[0].cancel()
+
+
+def processor_share() -> float:
+    """Return the part of a processor that each of this machine's processes has now that want one: 1 if all have one."""
+    try:
+        running_count = float(LOADAVG.read_text().split()[3].partition("/")[0])
+    except (OSError, IndexError, ValueError):  # not Linux
+        running_count = os.getloadavg()[0]
+    return max(SHARE_MIN, min(1.0, (os.cpu_count() or 1) / max(running_count, 1.0)))
 
 
 async def in_thread(function: Callable[[], T]) -> T:

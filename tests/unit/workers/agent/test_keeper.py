@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.rules.queue.timings import Timings
 from rollfab.workers.agent.keeper import Elsewhere, Keeper, KeeperConfig
+from rollfab.workers.environments import base
 from rollfab.workers.environments.base import in_thread, time_limit
 from tests.standin.fabric import StandInFabric
 from tests.support.until import until
+from tests.support.virtual_time import in_virtual_time
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
 
@@ -141,3 +145,19 @@ async def test_a_call_that_takes_too_long_is_ended_though_the_loop_stands_now_an
 
     with pytest.raises(TimeoutError):
         await call()
+
+
+@in_virtual_time
+@pytest.mark.parametrize(("running_count", "times"), [(1, 1.0), (4, 2.0), (1000, 8.0)])
+async def test_a_limit_is_longer_where_processes_share_processors(
+    running_count: int, times: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "loadavg").write_text(f"0.1 0.2 0.3 {running_count}/2000 99\n")
+    monkeypatch.setattr(base, "LOADAVG", tmp_path / "loadavg")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    with pytest.raises(TimeoutError):
+        async with time_limit(10.0):
+            await asyncio.sleep(1000.0)
+    assert loop.time() - began_s == pytest.approx(10.0 * times)
