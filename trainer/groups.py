@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 PUSH_RETRY_S = 0.1
 ANSWER_S = 2.0  # longest wait for the answer to a cancelled push, to say which groups it took in
+LATE_S = 0.25  # after its time: a wait that ends so late was frozen, and what came meanwhile is still to be read
 POLL_S = 1.0  # an interrupt is noticed, and a lost answer repaired, between polls
 PUSH_AGAIN_S = 15.0
 PUSH_COUNT = 64  # groups a call
@@ -523,7 +524,8 @@ class Groups:
         timeout_s = math.inf if self._view.timeout is None else self._view.timeout
         begun_s, held_count = loop.time(), len(self._held or ())
         while True:
-            waited_s = loop.time() - begun_s
+            asked_s = loop.time()
+            waited_s = asked_s - begun_s
             left_s = min(POLL_S, timeout_s - waited_s, self._waiting.look_in_s(waited_s))
             found = await self._ledger.receive(self._view.consumer, max(left_s, 0.001), takeover_s=self._view.takeover)
             if found is not None:
@@ -534,7 +536,7 @@ class Groups:
                 begun_s = loop.time()
                 continue
             waited_s = loop.time() - begun_s
-            if waited_s >= timeout_s:
+            if waited_s >= timeout_s and loop.time() < asked_s + max(left_s, 0.0) + LATE_S:
                 self.ended_why = await self._waiting.why(waited_s, timeout_s, held_count)
                 return None
             if not self._waiting.look_in_s(waited_s):

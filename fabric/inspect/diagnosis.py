@@ -390,11 +390,19 @@ def _no_weights(view: _View) -> Iterator[Cause]:
 def _nobody(view: _View) -> Iterator[Cause]:
     roles = view.scene.by_role
     if not view.scene.rollout_workers and not roles.get("agent") and not roles.get("controller"):
+        start = f"`rollfab up --model {_plain(view.config.model)}`"
+        were_there = any(
+            info.role in ("controller", "agent", *ROLLOUT_ROLES) for info, _ in view.scene.workers.values()
+        )
+        step = (
+            f"They were here, and are silent. Start them again at this broker: {start}, with ROLLFAB_URL set to its URL"
+            if were_there
+            else f"Start all of them in another shell, {start}, and give your trainer the ROLLFAB_URL that it prints"
+        )
         yield view.cause(
             "nothing_started",
             f"nothing works for {view.name}: neither a controller nor an agent nor a worker is connected to the broker",
-            f"Start all of them in another shell, `rollfab up --model {_plain(view.config.model)}`, and give your "
-            "trainer the ROLLFAB_URL that it prints",
+            step,
         )
 
 
@@ -486,6 +494,9 @@ def _why_unleased(view: _View, info: WorkerInfo) -> tuple[str, str]:
     serves = next(
         (run_id for run_id in view.scene.served.get(info.worker_id, ()) if run_id != view.config.run_id), None
     )
+    elsewhere = info.run_id if info.run_id not in (None, view.config.run_id) and info.active_version < 0 else None
+    if elsewhere is not None:  # whatever it waits for, or fails with, is that run's
+        return "takes_turns", f"it fetches weights of run {elsewhere!r}"
     if info.state == "failed":
         return "worker_failed", info.error or "it failed and does not say why"
     if info.state in ("loading", "waiting"):
@@ -500,6 +511,8 @@ def _why_unleased(view: _View, info: WorkerInfo) -> tuple[str, str]:
         return "no_lease", "there is no controller to give it one"
     if serves is not None:
         return "takes_turns", f"it serves run {serves!r}"
+    if reason == "dedicated":
+        return "no_lease", "it was given to the run a moment ago"
     return "no_lease", reason or "the controller has not planned with it yet"
 
 

@@ -2,7 +2,8 @@
 
 - A preset is known by its shapes, a directory by the headers of its safetensors files. Any other model, and one whose
   files are stored otherwise than it is listed (experts, several modalities, quantised), is not looked into.
-- Workers choose the dtype of floating-point weights; a dtype that differs from the files' is logged.
+- Workers choose the dtype of floating-point weights, of those that they can hold; a dtype that differs from the files'
+  is logged.
 - Weights that share no name with the model belong to another model, and are refused; but not an adapter's, which has
   names of its own.
 """
@@ -16,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from ...fabric.contract.errors import ConfigError, InputError, LayoutMismatch
-from ...fabric.format.layout import Layout, TensorSpec
+from ...fabric.format.layout import DTYPES, Layout, TensorSpec
 from ...fabric.inspect.safetensors import open_checkpoint
 from ...fabric.model.presets import is_preset, preset_shapes
 from .tensors import is_tied
@@ -107,6 +108,6 @@ def read_model(name: str) -> Model | None:
 
 
 def _in_dtype_of(spec: TensorSpec, given: TensorSpec | None) -> TensorSpec:
-    """Return the expected tensor, in the given floating-point type."""
-    is_free = given is not None and "float" in spec.dtype and "float" in given.dtype
+    """Return the expected tensor, in the given floating-point type if a worker can hold weights in that."""
+    is_free = given is not None and "float" in spec.dtype and given.dtype in DTYPES
     return replace(spec, dtype=given.dtype) if is_free and given is not None else spec

@@ -25,6 +25,8 @@ WAKE_MS = 10_000  # assumed if an engine never woke yet: so it comes after all e
 SAMPLE_COUNT_MIN = 5  # heartbeats in a row under load, before we believe a speed
 SPEED_S = 60.0  # we believe a speed so long after its last sample: a worker found slow is not tried again at once
 SMOOTHING = 0.2  # weight of a new sample
+FAILS_S = 3.0  # that a worker cannot get a run's weights, before other runs go first: a chain may just be mended
+REST_S = 60.0  # for which they do, unless the run has another version
 THINK_S = 5.0  # a run that has asked for no turn for so long wants no slots until it does, however much it has open
 
 
@@ -72,6 +74,8 @@ class Census:
         self._withdrawn_at_s: dict[str, float] = {}
         self._speeds: dict[str, _Speed] = {}
         self._switching: dict[str, tuple[str, float]] = {}  # worker → run that it goes to, and since when
+        self._failing: dict[str, float] = {}  # run whose weights no worker can get → since when
+        self._unfit: dict[str, tuple[int, float]] = {}  # run → its head that a worker could not get, and when
         self._given: dict[str, list[int]] = {}  # run → slots of its workers, by the last plan
         self._spare_at_s: dict[str, float] = {}
         self._moved: dict[
@@ -127,6 +131,7 @@ class Census:
         name = info.worker_id
         if info.guard_state != "shut":
             self._shut_at_s.pop(name, None)
+        self._look_at_weights(info, now_s)
         speed = self._speeds.setdefault(name, _Speed())
         speed.look(info, now_s)
         run_id = leased or info.run_id  # the worker's own word is a heartbeat old
@@ -155,6 +160,21 @@ class Census:
             withdrawn_s=now_s - self._withdrawn_at_s.get(name, -math.inf),
         )
 
+    def _look_at_weights(self, info: WorkerInfo, now_s: float) -> None:
+        """Note a run that a worker came to, and whose weights it cannot get: another run should have the worker."""
+        run_id = info.run_id
+        if run_id is None:
+            return
+        is_failing = info.active_version < 0 and bool(info.error or info.weights_note)
+        if info.active_version >= 0:
+            self._failing.pop(run_id, None)
+        elif is_failing and now_s - self._failing.setdefault(run_id, now_s) >= FAILS_S:
+            self._unfit[run_id] = info.head_version, now_s
+
+    def _is_unfit(self, status: RunStatus, now_s: float) -> bool:
+        head_version, at_s = self._unfit.get(status.config.run_id, (-1, -math.inf))
+        return head_version == status.head_version and now_s - at_s < REST_S
+
     def _switch_s(self, info: WorkerInfo, leased: str | None, now_s: float) -> float:
         """Say what going to another run takes: as long as the last time, or SWITCH_S_MAX while it is under way.
 
@@ -174,13 +194,14 @@ class Census:
     def run(self, status: RunStatus, now_s: float) -> RunFacts:
         """Make the facts of one run.
 
-        A run whose trajectories all hang or think, or that no agent plays, wants no slots: others would wait for it.
+        A run whose trajectories all hang or think, that no agent plays, or whose weights a worker could not get, wants
+        no slots: others would wait for it.
         """
         queued, running = status.trajectories["queued"], status.trajectories["running"]
         open_count, run_id = queued + running, status.config.run_id
         if sum(status.turns.values()) or not open_count or run_id not in self._asked_at_s:
             self._asked_at_s[run_id] = now_s
-        if now_s - self._asked_at_s[run_id] >= THINK_S:
+        if now_s - self._asked_at_s[run_id] >= THINK_S or self._is_unfit(status, now_s):
             open_count = 0
         if open_count or run_id not in self._busy_at_s:
             self._busy_at_s[run_id] = now_s
@@ -217,6 +238,8 @@ class Census:
         for grant in grants:
             if grant.run_id is not None:
                 self._given.setdefault(grant.run_id, []).append(grant.slot_count)
+        self._unfit = {run_id: row for run_id, row in self._unfit.items() if run_id in self._busy_at_s}
+        self._failing = {run_id: at_s for run_id, at_s in self._failing.items() if run_id in self._busy_at_s}
         self._spare_at_s = {run_id: at_s for run_id, at_s in self._spare_at_s.items() if run_id in self._given}
         self._forget({worker.worker_id for worker in facts})
 

@@ -115,7 +115,8 @@ TEXTS: tuple[tuple[str, str, str], ...] = (
     (
         "NOGROUP",
         "forgotten",
-        "does not know this run any more ({cause}): it was started again without its data; create the run again",
+        "does not know this run any more ({cause}): it was deleted, or the broker has lost its data."
+        " If it is wanted, create it again",
     ),
     (
         "Protocol error",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -131,3 +132,23 @@ async def test_a_broker_that_cannot_be_asked_why_is_no_error(monkeypatch: pytest
     groups = stage.groups(8.0)
     assert [each async for each in groups] == []
     assert groups.ended_why == "no group came within 8 s"
+
+
+@in_virtual_time
+async def test_a_wait_that_was_frozen_looks_once_more_before_it_ends() -> None:
+    # Given a process that is frozen in its last wait, while a group comes
+    stage, came = await Stage().begin(), SimpleNamespace(group=None)
+
+    class Frozen(Ledger):
+        asked_s: ClassVar[list[float]] = []
+
+        async def receive(self, consumer: str, timeout_s: float, *, takeover_s: float) -> Any:
+            self.asked_s.append(timeout_s)
+            if len(self.asked_s) > 1:
+                return came
+            await asyncio.sleep(timeout_s + 12.0)
+            return None
+
+    view = View(timeout=1.0, consumer="trainer", count=None, keep=find_filter(None))
+    found = await Groups(Frozen(stage.fabric.rollouts(RUN)), view, waiting=stage.waiting).receive()
+    assert found is came and Frozen.asked_s[1] < 0.1

@@ -468,3 +468,19 @@ def test_who_waits_for_a_turn_is_told_for_how_long_a_worker_serves_each_run() ->
         slow = replace(WORKER, switch_ms=switch_ms)
         turns = scene(None, CONTROLLER, AGENT, slow, leases=(lease(run_id="r2"),), others=(OTHER,))
         assert said in diagnose(turns, "r1")[0].step
+
+
+@pytest.mark.parametrize("said", [{"state": "failed", "error": "its weights are float64"}, {"state": "loading"}])
+def test_what_a_worker_waits_for_at_another_run_is_said_of_that_run(said: dict[str, str]) -> None:
+    elsewhere = replace(WORKER, run_id="r2", active_version=-1, **said)  # type: ignore[arg-type]
+    found = diagnose(scene(None, CONTROLLER, AGENT, elsewhere, leases=(lease(run_id="r2"),), others=(OTHER,)), "r1")
+    assert [(cause.code, "r2" in cause.text, "float64" in cause.text) for cause in found] == [
+        ("takes_turns", True, False)
+    ]
+
+
+def test_roles_that_were_here_are_to_be_started_at_this_broker() -> None:
+    silent = {"w1": (WORKER, 60_000)}
+    (cause, *_) = diagnose(replace(scene(None), workers=silent), "r1")
+    assert cause.code == "nothing_started" and "ROLLFAB_URL set to its URL" in cause.step
+    assert "that it prints" in diagnose(scene(None), "r1")[0].step

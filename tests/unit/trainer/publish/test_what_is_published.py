@@ -228,6 +228,10 @@ def tiny(**changes: Any) -> dict[str, Any]:
             r"model\.norm\.weight: float32\[3\] instead of float32\[64\]",
         ),
         (
+            tiny(**{"model.norm.weight": np.zeros(64, np.float64)}),  # no worker can hold it
+            r"model\.norm\.weight: float64\[64\] instead of float32\[64\]",
+        ),
+        (
             tiny(**{"model.norm.weight": np.zeros(64, np.int32)}),
             r"model\.norm\.weight: int32\[64\] instead of float32\[64\]",
         ),

@@ -11,7 +11,7 @@ from rollfab.fabric.ports.queue import RunStatus, Survey
 from rollfab.fabric.rules.lending.capacity import Grant, WorkerFacts
 from rollfab.fabric.rules.lending.capacity_facts import SWITCH_S_MAX
 from rollfab.workers.controller.controller import Controller, ControllerConfig
-from rollfab.workers.controller.demand import SAMPLE_COUNT_MIN, SPEED_S, Census
+from rollfab.workers.controller.demand import FAILS_S, REST_S, SAMPLE_COUNT_MIN, SPEED_S, Census
 from tests.standin.fabric import StandInFabric
 
 WORKER = WorkerInfo(worker_id="w", role="dedicated", pid=1, host="h", model="m", slot_count=4)
@@ -66,6 +66,28 @@ def test_a_switch_is_waited_for_while_it_is_under_way_and_takes_as_long_as_the_l
     assert look(610.0, run_id="r1", weights_note="no chain leads to the head") == 0.0
     assert look(611.0, run_id="r1", active_version=0, switch_ms=30_000) == 30.0
     assert look(612.0, run_id="r2", active_version=0, switch_ms=30_000) == SWITCH_S_MAX
+
+
+async def test_a_run_whose_weights_no_worker_can_get_leaves_the_worker_to_others_and_is_tried_again() -> None:
+    census, status = Census(), replace(await status_of(9), head_version=0)
+    survey = replace(NOTHING, runs={"r1": status})
+
+    def look(now_s: float, **said: Any) -> int:
+        census.workers([replace(WORKER, **said)], survey, {}, now_s=now_s, wall_ms=0)
+        found = census.run(replace(status, turns={"ready": 1, "claimed": 0}), now_s)
+        census.learn([], [], now_s)
+        return found.open_count
+
+    wrong = {"run_id": "r1", "head_version": 0, "state": "failed", "error": "the run's weights are float64"}
+    assert look(0.0, **wrong) == 9  # a chain may just be mended
+    assert look(FAILS_S, **wrong) == 0
+    assert look(FAILS_S + REST_S, run_id=None) == 9
+    assert look(FAILS_S + REST_S + 1, **wrong) == 0
+    # But another version is another chance, and one that is live is well
+    other = replace(status, head_version=1, turns={"ready": 1, "claimed": 0})
+    assert census.run(other, FAILS_S + REST_S + 1).open_count == 9
+    look(200.0, run_id="r1", head_version=0, active_version=0)
+    assert look(201.0, **wrong) == 9
 
 
 async def test_a_worker_more_than_a_run_has_work_for_is_spare() -> None:
