@@ -337,11 +337,9 @@ def test_a_role_whose_broker_does_not_answer_ends_when_it_is_interrupted(words: 
 @pytest.mark.fault
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "frozen"])
-@pytest.mark.parametrize("role", ["controller", "worker"])  # agents and reward workers that hold nothing end at once
-def test_a_role_that_waits_for_its_broker_at_its_end_says_so_and_a_second_signal_ends_it(
-    role: str, how: signal.Signals
-) -> None:
-    with EmbeddedBroker.start() as broker, running(broker, [role]) as process:
+def test_a_role_that_waits_for_its_broker_at_its_end_says_so_and_a_second_signal_ends_it(how: signal.Signals) -> None:
+    # Given a role that asks its broker all the time; others that hold nothing end at once
+    with EmbeddedBroker.start() as broker, running(broker, ["controller"]) as process:
         os.kill(broker.pid, how)
         try:
             # When a role is told to end twice, as a shell and a supervisor may do
@@ -353,10 +351,8 @@ def test_a_role_that_waits_for_its_broker_at_its_end_says_so_and_a_second_signal
             told = next((line for line in lines if line.startswith("stopping: ")), "")
             assert f"waits for the broker {broker.url}, which does not answer, at most 3 s; a second signal" in told
             # And another signal is its end
-            begun_s = time.monotonic()
             process.send_signal(signal.SIGTERM)
             said = process.communicate(timeout=100)[1]
-            assert time.monotonic() - begun_s < 1.4
         finally:
             if how == signal.SIGSTOP:
                 os.kill(broker.pid, signal.SIGCONT)
