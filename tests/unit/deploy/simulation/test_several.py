@@ -67,7 +67,7 @@ def test_a_run_that_is_done_leaves_the_workers_to_the_others_when_it_runs_ahead_
 
 def test_a_plan_that_gives_one_run_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def to_the_first(offers: Any, own: Any, runs: Any) -> Any:
-        return dict.fromkeys(offers, runs[0]) if runs else {}
+        return dict.fromkeys(offers, next((run for run in runs if run.open_count), runs[0])) if runs else {}
 
     monkeypatch.setattr(capacity, "divide", to_the_first)
     found = run("fixed", BOTH)
