@@ -168,6 +168,7 @@ class Census:
         is_failing = info.active_version < 0 and bool(info.error or info.weights_note)
         if info.active_version >= 0:
             self._failing.pop(run_id, None)
+            self._unfit.pop(run_id, None)
         elif is_failing and now_s - self._failing.setdefault(run_id, now_s) >= FAILS_S:
             self._unfit[run_id] = info.head_version, now_s
 
@@ -194,14 +195,13 @@ class Census:
     def run(self, status: RunStatus, now_s: float) -> RunFacts:
         """Make the facts of one run.
 
-        A run whose trajectories all hang or think, that no agent plays, or whose weights a worker could not get, wants
-        no slots: others would wait for it.
+        A run whose trajectories all hang or think, or that no agent plays, wants no slots: others would wait for it.
         """
         queued, running = status.trajectories["queued"], status.trajectories["running"]
         open_count, run_id = queued + running, status.config.run_id
         if sum(status.turns.values()) or not open_count or run_id not in self._asked_at_s:
             self._asked_at_s[run_id] = now_s
-        if now_s - self._asked_at_s[run_id] >= THINK_S or self._is_unfit(status, now_s):
+        if now_s - self._asked_at_s[run_id] >= THINK_S:
             open_count = 0
         if open_count or run_id not in self._busy_at_s:
             self._busy_at_s[run_id] = now_s
@@ -214,6 +214,7 @@ class Census:
             open_count=open_count,
             idle_s=now_s - self._busy_at_s[run_id],
             spare_s=self._spare_s(run_id, open_count, now_s),
+            is_unfit=self._is_unfit(status, now_s),
             left_tokens=_left_tokens(status, queued, running),
         )
 

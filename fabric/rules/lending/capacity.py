@@ -32,7 +32,7 @@ def plan(workers: Sequence[WorkerFacts], runs: Sequence[RunFacts], rule: Capacit
     grants: dict[str, Grant] = {}
     for (model, digest), group in by_model.items():
         known = [run for run in runs if is_same_model(model, digest, run.model, run.model_digest)]
-        fitting = [run for run in known if run.has_weights]
+        fitting = _fitting(known)
         grants |= _Lending(group, fitting, rule, _idle_reason(model, known)).grants()
     return [grants[worker.worker_id] for worker in workers]
 
@@ -50,6 +50,14 @@ def _risk_level(worker: WorkerFacts) -> int:
     headroom = 1.0 if worker.headroom_fraction is None else worker.headroom_fraction
     openness = 1.0 if worker.open_fraction is None else worker.open_fraction
     return int((1.0 - headroom * openness) * RISK_LEVELS)
+
+
+def _fitting(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """List the runs, of those of one model, that its workers can serve; an unfit one has no work while others have."""
+    fitting = [run for run in runs if run.has_weights]
+    if not any(run.open_count > 0 and not run.is_unfit for run in fitting):
+        return fitting
+    return [replace(run, open_count=0) if run.is_unfit else run for run in fitting]
 
 
 def _idle_reason(model: str, runs: Sequence[RunFacts]) -> str:

@@ -59,7 +59,7 @@ class WorkerFacts:
 class RunFacts:
     """A run's demand. `open_count`: trajectories queued or running. `idle_s`: how long it has been without any.
 
-    spare_s: how long it has had a worker more than it has work for.
+    spare_s: how long it has had a worker more than it has work for. is_unfit: a worker could not get its weights.
     owed: seconds of a dedicated slot that it is behind its share so far; below 0: ahead of it.
     left_tokens: what a mean open trajectory is expected to make still; None: none has ended yet.
     """
@@ -71,6 +71,7 @@ class RunFacts:
     open_count: int
     idle_s: float
     spare_s: float = 0.0
+    is_unfit: bool = False
     owed: float = 0.0
     left_tokens: float | None = None
     model_digest: str = ""

@@ -68,26 +68,25 @@ def test_a_switch_is_waited_for_while_it_is_under_way_and_takes_as_long_as_the_l
     assert look(612.0, run_id="r2", active_version=0, switch_ms=30_000) == SWITCH_S_MAX
 
 
-async def test_a_run_whose_weights_no_worker_can_get_leaves_the_worker_to_others_and_is_tried_again() -> None:
+async def test_a_run_whose_weights_no_worker_can_get_is_unfit_until_it_is_tried_again() -> None:
     census, status = Census(), replace(await status_of(9), head_version=0)
     survey = replace(NOTHING, runs={"r1": status})
 
-    def look(now_s: float, **said: Any) -> int:
+    def is_unfit(now_s: float, **said: Any) -> bool:
         census.workers([replace(WORKER, **said)], survey, {}, now_s=now_s, wall_ms=0)
-        found = census.run(replace(status, turns={"ready": 1, "claimed": 0}), now_s)
+        found = census.run(status, now_s)
         census.learn([], [], now_s)
-        return found.open_count
+        return found.is_unfit
 
     wrong = {"run_id": "r1", "head_version": 0, "state": "failed", "error": "the run's weights are float64"}
-    assert look(0.0, **wrong) == 9  # a chain may just be mended
-    assert look(FAILS_S, **wrong) == 0
-    assert look(FAILS_S + REST_S, run_id=None) == 9
-    assert look(FAILS_S + REST_S + 1, **wrong) == 0
+    assert not is_unfit(0.0, **wrong)  # a chain may just be mended
+    assert is_unfit(FAILS_S, **wrong)
+    assert not is_unfit(FAILS_S + REST_S, run_id=None)
+    assert is_unfit(FAILS_S + REST_S + 1, **wrong)
     # But another version is another chance, and one that is live is well
-    other = replace(status, head_version=1, turns={"ready": 1, "claimed": 0})
-    assert census.run(other, FAILS_S + REST_S + 1).open_count == 9
-    look(200.0, run_id="r1", head_version=0, active_version=0)
-    assert look(201.0, **wrong) == 9
+    assert not census.run(replace(status, head_version=1), FAILS_S + REST_S + 1).is_unfit
+    assert not is_unfit(FAILS_S + REST_S + 2, run_id="r1", head_version=0, active_version=0)
+    assert not is_unfit(201.0, **wrong)
 
 
 async def test_a_worker_more_than_a_run_has_work_for_is_spare() -> None:

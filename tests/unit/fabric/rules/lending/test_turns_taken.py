@@ -356,3 +356,12 @@ def test_a_debt_that_cannot_be_paid_stays_bounded() -> None:
     for _ in range(4000):
         owed = settle(owed, [grant], runs, 1.0, RULE)
     assert owed == {"a": -2 * RULE.slice_s * 8, "b": 2 * RULE.slice_s * 8}
+
+
+def test_a_run_that_no_worker_can_load_has_one_only_where_nobody_else_has_work() -> None:
+    run = {"model": "m", "weight": 1.0, "has_weights": True, "idle_s": 0.0}
+    bad = RunFacts(run_id="a", open_count=9, is_unfit=True, owed=900.0, **run)  # type: ignore[arg-type]
+    for count, served in ((9, "b"), (0, "a")):
+        good = RunFacts(run_id="b", open_count=count, owed=-900.0, **run)  # type: ignore[arg-type]
+        workers = [dataclasses.replace(worker, run_id="a") for worker in pool(2)]
+        assert {grant.run_id for grant in plan(workers, [bad, good], RULE)} == {served}
