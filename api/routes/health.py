@@ -28,7 +28,7 @@ def router(context: Context) -> APIRouter:
         "/readyz",
         responses={
             404: {"model": Problem, "description": "No such run"},
-            503: {"model": RunReadiness, "description": "Something is missing"},
+            503: {"model": RunReadiness | Readiness, "description": "Something is missing"},
         },
     )
     async def readyz(response: Response, run: str | None = None) -> RunReadiness | Readiness:

@@ -532,6 +532,7 @@ async def test_a_router_reads_whom_to_spare_while_a_controller_lives(api: ApiWor
     await api.beat("c1", "controller")
     advised = {"extra_requests": {"serving-1": 12}}
     await until(lambda: heard(api, advised))
+    del api.living["c1"]
     await until(lambda: heard(api, {"extra_requests": {}}), every_s=0.2)  # it has been silent for 3 s
     for path in ("v1/lending/advise", "v1/lending/advice/chat"):
         assert (await api.http.get(path)).status_code == 404

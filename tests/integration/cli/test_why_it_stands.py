@@ -40,7 +40,6 @@ class Stand:
 
     def __init__(self, api: ApiWorld, redis: Any) -> None:
         self.api = api
-        self.heard: dict[str, tuple[str, dict[str, Any]]] = {}  # who says that he lives, again and again
         self.redis = redis
         self.board = api.fabric.board
         self.run = RUN
@@ -68,14 +67,7 @@ class Stand:
 
     async def say(self, role: str, kind: str, facts: dict[str, Any]) -> None:
         """A worker lives, and says so from now on."""
-        self.heard[f"{role}-1"] = (kind, facts)
         await self.api.beat(f"{role}-1", kind, **facts)
-
-    async def keep_saying(self) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            for name, (kind, facts) in list(self.heard.items()):
-                await self.api.beat(name, kind, **facts)
 
     async def all_well(self) -> None:
         """Everybody is there, and the worker has a lease."""
@@ -167,7 +159,7 @@ async def takes_turns(stand: Stand) -> None:
 
 async def clock(stand: Stand) -> None:
     await nothing_submitted(stand)
-    del stand.heard["worker-1"]
+    del stand.api.living["worker-1"]
     ahead_ms = int(time.time() * 1000) + 3_600_000  # as they were before somebody set the broker's clock back
     await stand.redis.zadd(keys.HEARTBEATS, {"worker-1": ahead_ms})
 
@@ -360,12 +352,8 @@ CASES: dict[str, Callable[[Stand], Awaitable[None]]] = {
 async def stand(url: str) -> AsyncIterator[Stand]:
     redis: Any = await open_broker(url, client_name="tests")
     await redis.config_set("maxmemory", 0)
-    async with running_api(url) as api:
-        stand = Stand(api, redis)
-        saying = asyncio.create_task(stand.keep_saying())
-        yield stand
-        saying.cancel()
-        await asyncio.gather(saying, return_exceptions=True)
+    async with running_api(url, cache_s=0.0) as api:
+        yield Stand(api, redis)
     await redis.config_set("maxmemory", 0)
     await redis.aclose()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from rollfab.api.access.config import ApiConfig
 from rollfab.api.server import serve
 from rollfab.fabric.broker.connection import open_broker
+from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.ids import trajectory_id
 from rollfab.fabric.contract.records import DeadLetter, RunConfig, TrajectoryJob, WorkerInfo
 from rollfab.fabric.opened import RedisFabric
@@ -30,6 +31,8 @@ class ApiWorld:
     url: str
     http: httpx.AsyncClient
     fabric: RedisFabric
+    living: dict[str, WorkerInfo] = field(default_factory=dict)
+    """Workers whose heart beats."""
 
     async def json(self, path: str, status: int = 200, **options: Any) -> Any:
         """GET, and the answer's body."""
@@ -38,9 +41,18 @@ class ApiWorld:
         return answer.json()
 
     async def beat(self, worker_id: str, role: str, **facts: Any) -> None:
-        """A worker's heartbeat."""
+        """A worker's heartbeat; it goes on, as a living worker's does."""
         info = WorkerInfo(worker_id=worker_id, role=role, pid=7, host="box", **facts)
         await self.fabric.board.heartbeat(info)
+        self.living[worker_id] = info
+
+    async def keep_beating(self) -> None:
+        """Beat for all that live, once a second; a broker that is away is waited for."""
+        while True:
+            await asyncio.sleep(1)
+            with suppress(FabricError):
+                for info in tuple(self.living.values()):
+                    await self.fabric.board.heartbeat(info)
 
     async def push_group(self, group_id: str, size: int) -> None:
         """Submit a group, as a trainer does."""
@@ -98,7 +110,12 @@ async def running_api(
         assert not serving.done(), serving.exception()
         try:
             async with httpx.AsyncClient(base_url=ready.result(), timeout=5) as http:
-                yield ApiWorld(ready.result(), http, fabric)
+                world = ApiWorld(ready.result(), http, fabric)
+                hearts = asyncio.create_task(world.keep_beating())
+                try:
+                    yield world
+                finally:
+                    hearts.cancel()
         finally:
             stop.set()
             await asyncio.wait_for(serving, 5)
