@@ -18,7 +18,7 @@ You Off-Policy RL Training" (2025). k3: Schulman, "Approximating KL Divergence" 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -252,6 +252,8 @@ class _Tokens:
 
 
 def _tokens(rollouts: list[Rollout], logprobs: Sequence[Any], version: int) -> _Tokens:
+    if not isinstance(logprobs, Sized):
+        raise InputError(f"logprobs is {type(logprobs).__name__}, expected a list of one array for each rollout")
     if len(logprobs) != len(rollouts):
         raise InputError(f"{len(logprobs)} arrays of log-probabilities for {len(rollouts)} rollouts: one each, please")
     makers: dict[str, int] = {}

@@ -50,14 +50,17 @@ from .agreement import AgreementReporter
 from .checks import (
     check_count_max,
     check_deadline,
+    check_groups,
     check_peek,
     check_run,
     check_settings,
+    check_tasks,
+    check_version,
     check_view,
     check_wait,
     make_groups,
 )
-from .evaluation import SUFFIX, check_existing, check_version, evaluation_of, goal_of
+from .evaluation import SUFFIX, check_existing, evaluation_of, goal_of
 from .filters import Keep, Refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .metrics import StepMeter
@@ -426,7 +429,7 @@ class AsyncRun:
         check_wait("groups", timeout)
         check_count_max("groups", count)
         view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep), takeover=takeover)
-        refilled = None if refill is None else Refill(tasks=iter(refill))
+        refilled = None if refill is None else Refill(tasks=check_tasks("refill", refill))
         return Groups(self._ledger, view, refilled, waiting=self._waiting)
 
     async def peek(self, count: int = 10) -> list[Group]:
@@ -521,10 +524,12 @@ class AsyncRun:
         Wait up to HEAL_S for damage that the publisher is mending.
 
         Raises:
+            InputError: version is no number of one.
             VersionUnknown: never published, or no longer held.
             WeightError, WireError: damaged, and not mended in time: `rollfab weights repair`, or publish again.
         """
         self._home.check()
+        check_version(version)
         store, loop = self._ports.weights, asyncio.get_running_loop()
         end_s = loop.time() + HEAL_S
         while True:
@@ -570,7 +575,8 @@ class AsyncRun:
             InputError: not one array of numbers per rollout, or one of another length; or no version, or no rule.
         """
         self._home.check()
-        return await self._reporter.report(groups, logprobs, version, rule)
+        check_version(version)
+        return await self._reporter.report(check_groups("compare", groups), logprobs, version, rule)
 
     async def metrics(self, groups: Sequence[Group], *, prefix: str = "rollfab/") -> dict[str, float]:
         """Return a training step in numbers, for wandb.log and its like: one call a step; docs/metrics.md.
@@ -578,9 +584,13 @@ class AsyncRun:
         Args:
             groups: those that the step learns from.
             prefix: stands before every name.
+
+        Raises:
+            InputError: something else is among the groups.
         """
         self._home.check()
-        return {prefix + name: value for name, value in (await self._meter.read(groups)).items()}
+        found = await self._meter.read(check_groups("metrics", groups))
+        return {f"{prefix}{name}": value for name, value in found.items()}
 
     @cached_property
     def receipts(self) -> Receipts:
@@ -588,8 +598,9 @@ class AsyncRun:
         return Receipts(self._ledger, self._waiting)
 
     async def cancel(self, group_id: str) -> bool:
-        """Drop a group that is not needed any more; return False when it is not there."""
+        """Drop a group that is not needed any more; return False when it is not there. Raises ConfigError: no name."""
         self._home.check()
+        check_name("group", group_id)
         return await self._ledger.cancel(group_id)
 
     async def status(self) -> RunStatus:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 from zlib import crc32
@@ -15,7 +15,7 @@ from ..fabric.contract.errors import InputError
 from ..fabric.contract.fields import WHOLE_MAX, bounds_of
 from ..fabric.contract.ids import check_name, new_group_id, trajectory_id
 from ..fabric.contract.limits import GROUP_SIZE_MAX, TASK_BYTES_MAX
-from ..fabric.contract.records import RunConfig, TrajectoryJob, check_task
+from ..fabric.contract.records import Group, RunConfig, TrajectoryJob, check_task
 from ..fabric.contract.sampling import check_sampling, is_whole
 from ..fabric.contract.text import did_you_mean
 from ..fabric.contract.wire import check_size, dump_json, load_json
@@ -24,6 +24,8 @@ from ..fabric.ports.queue import GroupPush
 CONSUMER_LENGTH_MAX = 200
 PEEK_COUNT_MAX = 1000  # groups looked at in one call: all of them are in memory at once
 FLOAT_MAX = sys.float_info.max
+SHOWN_LENGTH_MAX = 100  # of a value in a refusal
+DEADLINE_S_MAX = 10 * 365 * 86_400.0
 
 Check = tuple[str, Callable[[Any], bool]]  # the expectation in words, and whether a value meets it
 
@@ -108,13 +110,39 @@ def check_peek(count: int) -> None:
     _require("peek", "count", count, _whole(1, PEEK_COUNT_MAX))
 
 
+def check_version(version: Any) -> None:
+    """Require a version's number, or None. Raises InputError."""
+    if version is not None and not (is_whole(version) and 0 <= version <= WHOLE_MAX):
+        raise InputError(
+            f"version is {_shown(version)}, expected a whole number of at least 0, or None", name="version"
+        )
+
+
+def check_groups(where: str, groups: Any) -> list[Group]:
+    """Require groups as the run delivers them, and return them as a list. Raises InputError: names what is none."""
+    if isinstance(groups, Group) or not isinstance(groups, Iterable):
+        raise InputError(f"{where}: groups is {type(groups).__name__}, expected a list of groups", name="groups")
+    found = list(groups)
+    for index, each in enumerate(found):
+        if not isinstance(each, Group):
+            raise InputError(f"{where}: groups[{index}] is {type(each).__name__}, expected a group", name="groups")
+    return found
+
+
+def check_tasks(where: str, tasks: Any) -> Iterator[Any]:
+    """Require something to take tasks from; return the iterator. Raises InputError."""
+    if isinstance(tasks, (str, bytes, Mapping)) or not isinstance(tasks, Iterable):
+        raise InputError(f"{where} is {type(tasks).__name__}, expected a list or an iterator of dicts", name=where)
+    return iter(tasks)
+
+
 def make_groups(tasks: Any, group_size: int, group_ids: Sequence[str] | None = None, **wishes: Any) -> list[GroupPush]:
     """Make the groups of some tasks, checked. `wishes`: quorum, priority, deadline_s of GroupPush.
 
     Raises:
         InputError, PayloadTooLarge: names the task and what is wrong with it.
     """
-    if isinstance(tasks, Mapping) or not isinstance(tasks, Iterable):
+    if isinstance(tasks, (str, bytes, Mapping)) or not isinstance(tasks, Iterable):
         raise InputError(f"tasks are {type(tasks).__name__}, expected a list of dicts, one per group")
     given = list(tasks)
     if not is_whole(group_size) or group_size < 1:
@@ -147,7 +175,10 @@ def _check_wishes(
         _require("groups", "quorum", quorum, _whole(1, group_size))
     _require("groups", "priority", priority, ("the whole number 0 (first), 1 or 2 (last)", _whole(0, 2)[1]))
     if deadline_s is not None:
-        _require("groups", "deadline", deadline_s, ("seconds above 0", lambda value: _is_number(value) and value > 0))
+        may_be = f"seconds above 0, at most {DEADLINE_S_MAX:.0f} (ten years)"
+        _require(
+            "groups", "deadline", deadline_s, (may_be, lambda value: _is_number(value) and 0 < value <= DEADLINE_S_MAX)
+        )
 
 
 def _check_group_ids(group_ids: Sequence[str], count: int) -> list[str]:
@@ -186,7 +217,16 @@ def _group(group_id: str, task: dict[str, Any], group_size: int, task_id: str) -
 def _require(where: str, name: str, value: Any, check: Check) -> None:
     expected, is_fine = check
     if not is_fine(value):
-        raise InputError(f"{where}: {name} is {value!r}, expected {expected}", name=name)
+        raise InputError(f"{where}: {name} is {_shown(value)}, expected {expected}", name=name)
+
+
+def _shown(value: Any) -> str:
+    """Write a value for people: as it is, or its beginning."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - of another class's own ways; or a number of more than 4,300 digits
+        return f"of type {type(value).__name__}, and cannot be written out ({type(error).__name__})"
+    return text if len(text) <= SHOWN_LENGTH_MAX else f"{text[:SHOWN_LENGTH_MAX]}…"
 
 
 def _is_wait(value: Any) -> bool:

@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..fabric.contract.errors import ConfigError, InputError, VersionConflict
-from ..fabric.contract.fields import WHOLE_MAX
 from ..fabric.contract.records import RunConfig
-from ..fabric.contract.sampling import is_whole
 from .checks import check_settings
 
 SUFFIX = "-eval"
@@ -31,12 +29,6 @@ def evaluation_of(trained: RunConfig, name: str, settings: Mapping[str, Any]) ->
     if own["staleness"] != 0:
         raise InputError(f"run {name!r}: staleness is {own['staleness']!r}, of an evaluation it is 0: leave it out")
     return replace(trained, **own, run_id=name)
-
-
-def check_version(version: Any) -> None:
-    """Require a version's number, or None. Raises InputError."""
-    if version is not None and not (is_whole(version) and 0 <= version <= WHOLE_MAX):
-        raise InputError(f"version is {version!r:.100}, expected a whole number of at least 0", name="version")
 
 
 def check_existing(existing: RunConfig, trained: str) -> None:

@@ -29,11 +29,11 @@ def has_varied_rewards(group: Group) -> bool:
 FILTERS: Mapping[str, Keep] = {"varied": has_varied_rewards}
 
 
-def find_filter(keep: str | Keep | None) -> Keep:
+def find_filter(keep: Any) -> Keep:
     """Find a filter by its name, or return it as given; None keeps all.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: there is none of that name, or it is neither a name nor a function.
     """
     if keep is None:
         return lambda _: True
@@ -41,7 +41,11 @@ def find_filter(keep: str | Keep | None) -> Keep:
         if keep not in FILTERS:
             raise InputError(f"there is no group filter {keep!r}: {did_you_mean(keep, FILTERS, 'Or give a function')}")
         return FILTERS[keep]
-    return keep
+    if not callable(keep):
+        expected = f"{', '.join(FILTERS)}, or a function of a group"
+        raise InputError(f"groups: keep is {type(keep).__name__}, expected {expected}", name="keep")
+    found: Keep = keep
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,9 +83,12 @@ def resolve_url(url: str | None) -> str | None:
     Raises:
         ConfigError: malformed, of another scheme, or with a setting we do not know.
     """
-    if url is None or not url.strip():
+    if url is None:
         return None
-    url = url.strip()
+    if not isinstance(url, str):
+        raise ConfigError(f"the broker's URL is {type(url).__name__}, expected a text: {FORM}", setting="url")
+    if not (url := url.strip()):
+        return None
     parts = _split(url)
     fault = UNREADABLE if parts is None else _fault(parts)
     if fault:

@@ -34,6 +34,7 @@ from rollfab.fabric.contract.errors import (
     RunUnknown,
     VersionConflict,
 )
+from rollfab.trainer.agreement import FLOAT32
 from rollfab.trainer.client import Fabric, Run
 from rollfab.trainer.files import Recording
 
@@ -252,6 +253,7 @@ BAD_GROUPS: dict[str, tuple[dict[str, Any], type[FabricError], list[str]]] = {
     "a priority that is no number": ({"priority": True}, InputError, ["priority is True", "whole number 0 "]),
     "a priority after the last": ({"priority": 3}, InputError, ["priority is 3"]),
     "a deadline above every float": ({"deadline": 10**400}, InputError, ["deadline is 1000", "seconds above 0"]),
+    "a deadline that nobody lives to see": ({"deadline": 1e300}, InputError, [r"deadline is 1e\+300", "ten years"]),
     "a timeout below 0": ({"timeout": -1}, InputError, ["submit: timeout is -1, expected seconds of at least 0; 0 "]),
     "a timeout that is no number": ({"timeout": float("nan")}, InputError, ["submit: timeout is nan"]),
     "text instead of names": ({"group_ids": "ab"}, InputError, ["group_ids", "'ab'", "list"]),
@@ -287,6 +289,33 @@ def test_a_loop_over_groups_refuses_what_makes_no_sense_before_it_asks(
         (tmp_path / "groups.jsonl").touch()
         recording = Recording(tmp_path / "groups.jsonl")
         check_refused(redis, InputError, [f"^groups: {name} is "], lambda: recording.groups(**wishes))
+
+
+BAD_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a filter that is none": (lambda run: run.groups(keep=5), "groups: keep is int, expected varied, or a function"),
+    "a refill that is none": (lambda run: run.groups(refill=5), "refill is int, expected a list or an iterator"),
+    "one task to refill with": (lambda run: run.groups(refill={"seed": 1}), "refill is dict, expected a list"),
+    "metrics of a number": (lambda run: run.metrics(5), "metrics: groups is int, expected a list of groups"),
+    "metrics of rollouts": (lambda run: run.metrics([5]), r"metrics: groups\[0\] is int, expected a group"),
+    "a comparison of nothing": (lambda run: run.compare(None, None), "compare: groups is NoneType, expected a list"),
+    "a comparison with nothing": (lambda run: run.compare([], None, version=1, rule=FLOAT32), "logprobs is NoneType"),
+    "a version that is text": (lambda run: run.weights("head"), "version is 'head', expected a whole number"),
+    "a version below 0": (lambda run: run.weights(-1), "version is -1, expected a whole number of at least 0, or None"),
+    "a version beyond all": (lambda run: run.weights(10**400), f"version is 1{'0' * 99}…, expected"),
+    "a version that Python writes not": (
+        lambda run: run.weights(10**5000),
+        "version is of type int, and cannot be written",
+    ),
+    "no group's name": (lambda run: run.cancel(None), "group None is not a valid name"),
+    "no URL": (lambda _: rollfab.connect(5), "the broker's URL is int, expected a text: write redis://"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_call_refuses_an_argument_of_another_kind_at_once_and_by_name(redis: Redis, run: Run, case: str) -> None:
+    call, text = BAD_CALLS[case]
+    kind = ConfigError if case in ("no group's name", "no URL") else InputError
+    check_refused(redis, kind, [text], lambda: call(run))
 
 
 def test_a_loop_over_groups_may_look_once_wait_for_ever_and_take_none(run: Run) -> None:
