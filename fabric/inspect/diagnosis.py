@@ -72,6 +72,7 @@ CODES: Mapping[str, tuple[Kind, str]] = {
 """Every cause: its kind, and when it is one."""
 
 SILENT_MS = 5_000  # a worker that has said nothing for so long counts as gone, as for the controller
+LOADING_SILENT_MS = 30_000  # the same while it loads: what it imports may hold its heartbeats up on a busy machine
 AHEAD_MS = 5_000  # a heartbeat that lies further in the future than a jump of one tick of the clock
 GONE_S = 60.0  # without a sign of life: complete groups may wait for a trainer that trains, a step takes its time
 STALL_S = 60.0  # without a token, a turn or an end: longer than a prompt is read or an environment may think
@@ -135,7 +136,7 @@ class Scene:
         """The workers that live, by role."""
         found: dict[str, list[WorkerInfo]] = {}
         for info, age_ms in self.workers.values():
-            if -AHEAD_MS <= age_ms <= SILENT_MS:
+            if -AHEAD_MS <= age_ms <= (LOADING_SILENT_MS if info.state == "loading" else SILENT_MS):
                 found.setdefault(info.role, []).append(info)
         return found
 

@@ -305,6 +305,9 @@ def test_a_worker_that_fell_silent_is_gone_and_one_whose_lease_has_ended_has_non
     seen = scene(None, *ALL, leases=HELD)
     silent = replace(seen, workers={**seen.workers, "w1": (WORKER, 6_000)})
     assert codes(diagnose(silent, "r1"))[0] == "no_worker"
+    for age_ms, code in ((6_000, "worker_loading"), (31_000, "no_worker")):  # imports hold heartbeats up for a while
+        loading = {**seen.workers, "w1": (replace(WORKER, state="loading", slot_count=0), age_ms)}
+        assert codes(diagnose(replace(seen, workers=loading), "r1"))[0] == code
     ended = replace(seen, leases={"r1": {"w1": replace(lease(), lease_until_ms=5, remaining_ms=0)}})
     assert codes(diagnose(ended, "r1"))[0] == "no_lease"
 
