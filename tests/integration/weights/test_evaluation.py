@@ -43,7 +43,7 @@ def versions(groups: list[Group]) -> set[int]:
 
 def test_an_evaluation_plays_its_version_while_training_goes_on(fabric: Processes) -> None:
     # Given a run that has gone on past the version to evaluate
-    run: Run = fabric.fabric.run("lake", model="tiny", environment="walk", **SETTINGS)
+    run: Run = fabric.fabric.run("lake", model="tiny", environment="walk", staleness=0, **SETTINGS)
     run.publish(changed(0), version=0)
     for version in (1, 2):
         run.publish(changed(version), version=version)
