@@ -162,11 +162,14 @@ class TokenLog(Record):
     """A running turn's tokens so far, saved as they are made.
 
     completion_ids: int32, shape (T,). logprobs: float32, shape (T,), natural log. spans cover [0, T). sides: of these
-    tokens, and of the turn's context before them.
+    tokens, and of the turn's context before them. start, base: of one part of them (rules/queue/token_parts.py), the
+    place of its first token in the turn, and the part that the others follow; else 0 and empty.
     """
 
     KIND: ClassVar[int] = 4
-    SCHEMA: ClassVar[int] = 2  # 1: without sides
+    SCHEMA: ClassVar[int] = 3  # 1: without sides; 2: whole always
+    BOUNDS: ClassVar[dict[str, Bound]] = {"start": (0, WHOLE_MAX)}
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("base",)
     HAS_SIDES: ClassVar[bool] = True
     ARRAYS: ClassVar[dict[str, str]] = {"completion_ids": "i4", "logprobs": "f4"}
     SAME_LENGTH: ClassVar[tuple[str, ...]] = ("completion_ids", "logprobs")
@@ -176,6 +179,8 @@ class TokenLog(Record):
     completion_ids: Int32 = field(default_factory=lambda: NO_IDS)
     logprobs: Float32 = field(default_factory=lambda: NO_LOGPROBS)
     sides: tuple[Side, ...] = ()
+    start: int = 0
+    base: str = ""
 
     def _check(self) -> None:
         check_within(self.sides, -WHOLE_MAX, len(self.completion_ids), "TokenLog")

@@ -96,6 +96,34 @@ def joined(sides: Iterable[Side]) -> tuple[Side, ...]:
     return tuple(run[0] if len(run) == 1 else _one(run) for run in runs)
 
 
+def continued(before: Sequence[Side], made: Sequence[Side], offset: int) -> tuple[Side, ...]:
+    """Join what is said of `offset` tokens with what is said of those after them, whose places count from there.
+
+    What both tell of, the first told first: it was made there.
+    """
+    known: dict[str, tuple[int, int]] = {}
+    for side in before:
+        start, end = known.get(side.name, (side.start, side.end))
+        known[side.name] = min(start, side.start), max(end, side.end)
+    told = [part for side in made for part in _untold(side, known.get(side.name), offset)]
+    return joined([*before, *told])
+
+
+def _untold(side: Side, known: tuple[int, int] | None, offset: int) -> Iterator[Side]:
+    """Leave out of a side array, counted from token `offset`, what was told before, or could have been.
+
+    known: the tokens that they told of.
+    """
+    places = [(side.start, side.end)]
+    if known is not None:
+        first = known[1] - offset if side.name in WHEN_READ else 0
+        places = [(side.start, known[0] - offset), (first, side.end)]
+    for start, end in places:
+        part = side.part(start, end, offset)
+        if part is not None:
+            yield part
+
+
 def _follows(last: Side, side: Side) -> bool:
     is_alike = (last.name, last.array.dtype, last.array.shape[1:]) == (
         side.name,

@@ -84,8 +84,9 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:K:held         HASH   worker_id → claims it holds. Field deleted at zero. "-": when they were counted
                                    anew, in ms.
   rf:{run.s}:K:bell         LIST   wakes one idle worker; bounded to 64: more would only cost empty claims.
-  rf:{run.s}:K:log          HASH   id → what an unfinished job has made so far: a turn's TokenLog, a trajectory's
-                                   snapshot (JSON). Deleted when the job ends.
+  rf:{run.s}:K:log          HASH   id → what an unfinished job has made so far: a trajectory's snapshot (JSON), a turn's
+                                   TokenLog. Of a turn also "id~1" and "id~2": its next parts
+                                   (rules/queue/token_parts.py). Deleted when the job ends.
   rf:{run.s}:turn:agent     HASH   turn_id → agent_id that waits for it. Deleted when its trajectory ends.
   rf:{run.s}:turn:result    HASH   turn_id → TurnResult, for recovery. Deleted when its trajectory ends.
   rf:{run.s}:turn:homed     ZSET   "home class since tokens turn_id", all at 0: turns that wait for the worker that made
@@ -126,6 +127,7 @@ from ..contract.errors import WireError
 from ..contract.ids import group_of, shard_of
 from ..contract.text import one_line
 
+PART_ENDINGS = ("", "~1", "~2")  # behind a turn's id, of its log's fields. Twin: lua/use/parts.lua
 PREFIX = "rf"
 CONSUMER_GROUP_WORKERS = "workers"
 CONSUMER_GROUP_TRAINER = "trainer"

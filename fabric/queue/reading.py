@@ -18,7 +18,8 @@ from ..contract.ids import trajectory_id as named
 from ..contract.records import DeadLetter, RunConfig, TokenLog, TurnResult
 from ..contract.wire import load_json
 from ..ports.reading import Counts, GroupState, Progress, SeenGroup, SeenTrajectory
-from .keys import DIFFERENCES, RunShards, ShardKeys
+from ..rules.queue.token_parts import whole
+from .keys import DIFFERENCES, PART_ENDINGS, RunShards, ShardKeys
 from .rows import BadRows, GroupFacts, is_job_name, job_row, kept_row, letter_row, rollout_rows, turn_row
 from .scripts import Scripts
 
@@ -115,10 +116,10 @@ class RedisTrajectoryReader:
             commands += [
                 ("HMGET", keys.turn_result, *turns),
                 ("HGET", keys.turn.job, turns[-1]),
-                ("HGET", keys.turn.log, turns[-1]),
+                ("HMGET", keys.turn.log, *(f"{turns[-1]}{ending}" for ending in PART_ENDINGS)),
             ]
         found = await self._ask(commands, None)
-        raw_job, results, raw_turn, raw_log = found if turns else (found[0], [], None, None)
+        raw_job, results, raw_turn, raw_logs = found if turns else (found[0], [], None, (None,))
         bad = _Readable()
         return SeenTrajectory(
             trajectory_id=name,
@@ -128,7 +129,7 @@ class RedisTrajectoryReader:
                 each for raw in results or () if (each := bad.read(lambda raw=raw: TurnResult.decode(raw))) is not None
             ),
             turn=bad.read(lambda: turn_row(turns[-1].encode(), raw_turn)) if turns else None,
-            turn_log=bad.read(lambda: TokenLog.decode(raw_log)),
+            turn_log=whole([bad.read(lambda raw=raw: TokenLog.decode(raw)) for raw in raw_logs]),
         )
 
     # ---- groups

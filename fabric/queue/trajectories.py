@@ -78,7 +78,7 @@ class RedisTrajectoryQueue:
 
     async def _claim(self, worker_id: str, keys: ShardKeys, row: list[Any], *, wall_ms: int) -> TrajectoryClaim | None:
         """Read a claim; None if part of it is unreadable: then the trajectory was given up."""
-        raw_name, fence, attempt, loss, raw, snapshot, entry_id = row
+        raw_name, fence, attempt, loss, raw, (snapshot, *_), entry_id = row
         try:
             job = job_row(raw_name, raw)
             self._shards.check(job.trajectory_id, keys)
@@ -127,7 +127,7 @@ class RedisTrajectoryQueue:
             keys = self._shards.all[shard]
             args: list[Any] = [worker_id, self._claim_ms]
             for claim, log in part:
-                args += [claim.job.trajectory_id, claim.fence, log]
+                args += [claim.job.trajectory_id, claim.fence, log, ""]
             with first_error, translate():
                 kept = await self._scripts.call("renew", [keys, keys.trajectory], args)
                 lost += [claim.job.trajectory_id for (claim, _), is_kept in zip(part, kept, strict=True) if not is_kept]

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,8 +24,9 @@ from ..contract.errors import FirstError, WireError
 from ..contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Sampling, TokenLog, TurnJob, TurnResult
 from ..ports.queue import Exchange, NotPushed, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
+from ..rules.queue.token_parts import whole
 from .images import ImageTable, digests_in
-from .keys import BELL_TTL_MS, INBOX_TTL_MS, RunShards, ShardKeys
+from .keys import BELL_TTL_MS, INBOX_TTL_MS, PART_ENDINGS, RunShards, ShardKeys
 from .rows import is_job_name, shown_name, turn_row, waited_s
 from .scripts import Call, Scripts
 
@@ -165,7 +166,8 @@ class RedisTurnQueue:
                     await self._give_up(worker_id, keys, unread)
                 if (renewed := _made(answer_of.get("renew"))) is not None:
                     rows = zip(kept or (), renewed, strict=True)
-                    outcome.lost += [row.claim.job.turn_id for row, is_kept in rows if not is_kept]
+                    for row, is_kept in rows:
+                        (outcome.renewed.add if is_kept else outcome.lost.append)(row.claim.job.turn_id)
                 if (settled := _made(answer_of.get("settle_turns"))) is not None:
                     outcome.refused += await self._read_settles(worker_id, keys, ended or (), settled)
                     outcome.unsettled -= {row.claim.job.turn_id for row in ended or ()}
@@ -184,7 +186,10 @@ class RedisTurnQueue:
         return "settle_turns", [keys, *map(keys.inbox, inboxes)], args
 
     def _renew_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnProgress]) -> Call:
-        return "renew", [keys, keys.turn], [worker_id, self._claim_ms, *_progress(rows)]
+        args: list[Argument] = [worker_id, self._claim_ms]
+        for row, facts in zip(rows, map(_progress, rows), strict=True):
+            args += [*facts, PART_ENDINGS[row.place]]
+        return "renew", [keys, keys.turn], args
 
     def _read_claims(self, keys: ShardKeys, answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:
         """Note the claims of an answer; return the settling of those whose turn cannot be read."""
@@ -245,7 +250,8 @@ class RedisTurnQueue:
             keys = self._shards.all[shard]
             blame_max = BLAME_COUNT_MAX if is_stalled else 0
             with translate():
-                await self._scripts.call("release", [keys, keys.turn], [worker_id, blame_max, *_progress(part)])
+                facts = [each for row in part for each in _progress(row)]
+                await self._scripts.call("release", [keys, keys.turn], [worker_id, blame_max, *facts])
 
     async def reap(self, worker_id: str) -> Reaped:
         ready, dead = 0, 0
@@ -279,9 +285,8 @@ def _name(push: TurnPush) -> tuple[str, int]:
     return push.job.turn_id, push.fence
 
 
-def _progress(rows: Sequence[TurnProgress]) -> Iterator[Argument]:
-    for row in rows:
-        yield from (row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b"")
+def _progress(row: TurnProgress) -> list[Argument]:
+    return [row.claim.job.turn_id, row.claim.fence, row.log.encode() if row.log else b""]
 
 
 def _made(answer: Any) -> Any:
@@ -296,8 +301,12 @@ def _claim(row: Sequence[Any], wall_ms: int) -> TurnClaim:
     )
 
 
-def _log_of(name: bytes, raw: bytes | None) -> TokenLog | None:
-    """Read a turn's tokens so far; None if there are none, or unreadable: then they are made again."""
+def _log_of(name: bytes, raw: Sequence[bytes | None]) -> TokenLog | None:
+    """Read a turn's tokens so far; None if there are none. What cannot be read, and what follows it, is made again."""
+    return whole([_part_of(name, part) for part in raw])
+
+
+def _part_of(name: bytes, raw: bytes | None) -> TokenLog | None:
     try:
         return TokenLog.decode(raw) if raw else None
     except WireError as error:

@@ -16,15 +16,17 @@ from unittest import mock
 
 from rollfab.fabric.queue import rollouts as bus_rollouts
 from rollfab.fabric.queue import scripts
+from rollfab.fabric.queue import turns as bus_turns
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
+from rollfab.fabric.rules.queue.token_parts import followed
 from rollfab.trainer.groups import Ledger
 from rollfab.workers.agent.keeper import Keeper
 from rollfab.workers.rollout import turns as workers_turn
 from rollfab.workers.rollout.engine_watch import EngineWatch
 from rollfab.workers.rollout.lease import LeaseKeeper
-from rollfab.workers.rollout.turns import RunningTurns
+from rollfab.workers.rollout.turns import RunningTurn, RunningTurns
 from rollfab.workers.rollout.worker import RolloutWorker
 
 Patch = tuple[Any, str, Any]  # object, attribute, what to put there
@@ -78,6 +80,11 @@ IN_LUA: dict[str, tuple[str, str]] = {
     "turn-settled-without-fence": (
         "  if r and r.fence == tonumber(ARGV[i + 1]) and r.worker == worker then",
         "  if r and (r.state == 'claimed' or r.fence == tonumber(ARGV[i + 1]) and r.worker == worker) then",
+    ),
+    # Parts of what a turn had made outlive it.
+    "parts-outlive-their-turn": (
+        "forget_logs(turn.log, settled)",
+        "call_in_parts('HDEL', turn.log, settled)",
     ),
     # Whoever hands a trajectory in is believed to hold it.
     "trajectory-settled-without-fence": (
@@ -214,6 +221,32 @@ def spans_not_moved() -> list[Patch]:
         return dataclasses.replace(log, spans=tuple(moved))
 
     return [(workers_turn, "merge", merge)]
+
+
+@plant
+def parts_of_another_claim_read() -> list[Patch]:
+    """What a turn had made is put together from whatever parts there are."""
+
+    def whole(found: Any) -> Any:
+        made, *rest = found
+        for part in rest if made is not None else ():
+            made = followed(made, part) if part is not None else made
+        return made
+
+    return [(bus_turns, "whole", whole)]
+
+
+@plant
+def save_taken_for_written() -> list[Patch]:
+    """A worker goes on behind what it has sent, whether the broker got it or not."""
+    original = RunningTurn.renewal
+
+    def renewal(self: Any, made: Any, now_s: float) -> Any:
+        progress = original(self, made, now_s)
+        self.note_saved()
+        return progress
+
+    return [(RunningTurn, "renewal", renewal)]
 
 
 @plant

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 from zlib import crc32
 
 from rollfab.fabric.contract.errors import EngineError, FabricError, RunUnknown
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
+from rollfab.fabric.rules.queue import token_parts
 from rollfab.workers.agent.worker import AgentWorker
 from rollfab.workers.rollout.worker import RolloutWorker
 from tests.sim import roles
@@ -273,17 +275,23 @@ class World:
 
 
 def simulate(options: Options) -> Outcome:
-    """One whole run."""
+    """One whole run. Its turns are short, so the parts in which they are saved are too."""
     loop = VirtualLoop(Random(f"loop {options.seed}"))
+    limits = {"SECOND_TOKENS_MAX": 6, "THIRD_TOKENS_MAX": 2}
     try:
-        world = World(options, loop)
-        loop.set_exception_handler(lambda _, context: _report(world, context))
-        failure = _run(loop, world)
-        outcome = Outcome(options=options, failure=failure, lines=list(world.facts.lines), virtual_s=loop.time())
-        loop.run_until_complete(world.end())
-        return outcome
+        with mock.patch.multiple(token_parts, **limits):
+            return _simulate(loop, options)
     finally:
         loop.put_down()
+
+
+def _simulate(loop: VirtualLoop, options: Options) -> Outcome:
+    world = World(options, loop)
+    loop.set_exception_handler(lambda _, context: _report(world, context))
+    failure = _run(loop, world)
+    outcome = Outcome(options=options, failure=failure, lines=list(world.facts.lines), virtual_s=loop.time())
+    loop.run_until_complete(world.end())
+    return outcome
 
 
 def _run(loop: VirtualLoop, world: World) -> str:

@@ -77,8 +77,9 @@ class JobTables(_Tables):
         return self._scores(self._keys.deadline)
 
     @property
-    def logs(self) -> dict[str, bytes]:
-        return self._hash(self._keys.log)
+    def logs(self) -> set[str]:
+        """Jobs of which something is saved, whichever part."""
+        return {name.partition("~")[0] for name in self._hash(self._keys.log)}
 
     @property
     def ready(self) -> list[str]:
@@ -105,7 +106,7 @@ class JobTables(_Tables):
         assert self.held == held, f"claims are counted as {self.held}, and are {dict(held)}"
         unfinished = ready | claimed
         assert unfinished <= self._hash(self._keys.job).keys(), "a job that is not over has no text"
-        assert self.logs.keys() <= unfinished, f"logs of what is over: {self.logs.keys() - unfinished}"
+        assert self.logs <= unfinished, f"logs of what is over: {self.logs - unfinished}"
 
     def expire(self, name: str) -> None:
         """Its claim ends now."""

@@ -12,17 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from ...fabric.contract import sides
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import EngineError, EngineUnsupported
 from ...fabric.contract.ids import trajectory_of
 from ...fabric.contract.limits import TURN_SIDES_BYTES_MAX
-from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Side, Span, TokenLog, TurnResult
+from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Span, TokenLog, TurnResult
 from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ...fabric.rules.queue.engine_watch import WAITING_FRACTION, Line, Pulse, StallRule, feel, is_stalled
 from ...fabric.rules.queue.placement import PrefillSpeed
@@ -30,6 +28,7 @@ from ...fabric.rules.queue.retries import is_suspect
 from ...fabric.rules.queue.room import Holding, KvRoom
 from ...fabric.rules.queue.runs import cache_salt
 from ...fabric.rules.queue.timings import RunTimings
+from ...fabric.rules.queue.token_parts import NOTHING_SAVED, Saved, followed, joined, next_save
 from ...fabric.tracing.spans import Spans, place_of
 from ..engines.base import Engine, Generation, GenerationRequest
 from .engine_watch import LOOK_S, EngineWatch
@@ -151,10 +150,11 @@ class RunningTurns:
         if any(each.finish_reason == "error" for each in self._done):
             self._engine.stats()  # raises if the engine failed, not the request: then no turn pays with an attempt
         settles = self._settles()
+        progress = self._renewals(settles)
         outcome = await queue.exchange(
             self._options.worker_id,
             settles=list(settles.values()),
-            progress=self._renewals(settles),
+            progress=progress,
             want=free(len(settles)),
             lease_epoch=lease_epoch,
             active_version=active_version,
@@ -162,6 +162,9 @@ class RunningTurns:
             us_per_token=self._prefill.us_per_token if run.prefix_affinity else 0,
         )
         self._come_back(outcome.next_ms)
+        for row in progress:
+            if row.claim.job.turn_id in outcome.renewed and (turn := self._turns.get(request_id_of(row.claim))):
+                turn.note_saved()
         self._forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)
         await self._drop({*outcome.lost, *(claim.job.turn_id for claim in outcome.claims)})
         claims = outcome.claims
@@ -397,7 +400,8 @@ class TurnSize:
 @dataclass(slots=True, kw_only=True)
 class RunningTurn:
     """A claim of a turn, begun at `begun_s`. number: in the order in which the worker began them. renewed_at_s: when
-    the broker last heard of it. saved_count: tokens that the broker keeps."""
+    the broker last heard of it. saved_count: tokens that were sent to be saved. saved: what the broker has of them,
+    to_be_saved: once it has taken what it was sent last."""
 
     claim: TurnClaim
     number: int
@@ -406,6 +410,8 @@ class RunningTurn:
     renewed_at_s: float
     pulse: Pulse
     saved_count: int = 0
+    saved: Saved = NOTHING_SAVED
+    to_be_saved: Saved = NOTHING_SAVED
     back: TurnProgress | None = None
     is_stalled: bool = False
 
@@ -427,7 +433,7 @@ class RunningTurn:
     @property
     def request_id(self) -> str:
         """The claim's name in the engine."""
-        return f"{self.claim.job.turn_id}#{self.claim.fence}"
+        return request_id_of(self.claim)
 
     @property
     def read_count(self) -> int:
@@ -474,10 +480,16 @@ class RunningTurn:
             return self.back
         tokens = merge(self.claim.log, made, self.worker_id)
         count = len(tokens.completion_ids)
-        if count <= self.saved_count:
+        if count <= self.saved_count or _excess(tokens) is not None:
             return TurnProgress(claim=self.claim)
         self.saved_count = count
-        return TurnProgress(claim=self.claim, log=tokens if _excess(tokens) is None else None)
+        save = next_save(tokens, self.saved, f"{self.claim.fence}.{count}")
+        self.to_be_saved = save.saved
+        return TurnProgress(claim=self.claim, log=save.log, place=save.place)
+
+    def note_saved(self) -> None:
+        """Note that the broker has what it was sent last: the next saves go on behind it."""
+        self.saved = self.to_be_saved
 
     def settle(self, generation: Generation) -> TurnSettle:
         """Make the settle with the tokens of all its claims."""
@@ -504,6 +516,11 @@ class RunningTurn:
         log = None if made is None else merge(self.claim.log, made, self.worker_id)
         log = None if log is not None and _excess(log) is not None else log
         self.back, self.is_stalled = TurnProgress(claim=self.claim, log=log), is_stalled
+
+
+def request_id_of(claim: TurnClaim) -> str:
+    """Return a claim's name in the engine."""
+    return f"{claim.job.turn_id}#{claim.fence}"
 
 
 def _excess(log: TokenLog) -> str | None:
@@ -545,64 +562,9 @@ def merge(prior: TokenLog | None, made: Generation | None, worker_id: str) -> To
     before = prior or EMPTY
     if made is None or not len(made.completion_ids):
         return before
-    offset = len(before.completion_ids)
-    if not offset:  # almost always: nothing to put before it
-        spans = [Span(s, e, worker_id, version) for s, e, version in made.versions]
-        return TokenLog(
-            spans=tuple(joined(spans)), completion_ids=made.completion_ids, logprobs=made.logprobs, sides=made.sides
-        )
-    spans = [*before.spans, *(Span(offset + s, offset + e, worker_id, version) for s, e, version in made.versions)]
-    return TokenLog(
-        spans=tuple(joined(spans)),
-        completion_ids=np.concatenate((before.completion_ids, made.completion_ids)),
-        logprobs=np.concatenate((before.logprobs, made.logprobs)),
-        sides=joined_sides(before.sides, made.sides, offset),
-    )
-
-
-def joined_sides(before: tuple[Side, ...], made: tuple[Side, ...], offset: int) -> tuple[Side, ...]:
-    """Join side arrays of earlier claims, which made `offset` tokens, with those of now.
-
-    What both tell of, earlier claims told first: it was made there.
-    """
-    known: dict[str, tuple[int, int]] = {}
-    for side in before:
-        start, end = known.get(side.name, (side.start, side.end))
-        known[side.name] = min(start, side.start), max(end, side.end)
-    told = [part for side in made for part in _untold(side, known.get(side.name), offset)]
-    return sides.joined([*before, *told])
-
-
-def _untold(side: Side, known: tuple[int, int] | None, offset: int) -> Iterator[Side]:
-    """Leave out of a side array, counted from token `offset`, what earlier claims told, or could have.
-
-    known: the tokens that they told of.
-    """
-    places = [(side.start, side.end)]
-    if known is not None:
-        first = known[1] - offset if side.name in sides.WHEN_READ else 0
-        places = [(side.start, known[0] - offset), (first, side.end)]
-    for start, end in places:
-        part = side.part(start, end, offset)
-        if part is not None:
-            yield part
-
-
-def joined(spans: list[Span]) -> list[Span]:
-    """Join neighbouring spans of the same worker and version."""
-    out: list[Span] = []
-    for span in spans:
-        last = out[-1] if out else None
-        is_same = last is not None and (last.end, last.worker_id, last.policy_version) == (
-            span.start,
-            span.worker_id,
-            span.policy_version,
-        )
-        if last is not None and is_same:
-            out[-1] = Span(last.start, span.end, last.worker_id, last.policy_version)
-        else:
-            out.append(span)
-    return out
+    spans = tuple(joined(Span(start, end, worker_id, version) for start, end, version in made.versions))
+    log = TokenLog(spans=spans, completion_ids=made.completion_ids, logprobs=made.logprobs, sides=made.sides)
+    return followed(before, log) if len(before.completion_ids) else log  # almost always: nothing to put before it
 
 
 def trace_claim(

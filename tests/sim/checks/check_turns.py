@@ -11,6 +11,7 @@ import numpy as np
 from rollfab.fabric.contract.records import Float32, Int32, Span, TokenLog, TurnJob, TurnResult
 from rollfab.fabric.ports.queue import Exchange, NotPushed, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.queue.turns import CLAIM_MS
+from rollfab.fabric.rules.queue.token_parts import PART_COUNT, whole
 from tests.sim.checks.checkers import Facts, Hold, check_taken_over, require
 from tests.sim.policy import context_of, ending, extend, next_token
 from tests.sim.virtual_loop import Process
@@ -25,6 +26,7 @@ class Turn:
     job: TurnJob
     hold: Hold | None = None
     log: TokenLog | None = None
+    parts: list[TokenLog | None] = field(default_factory=lambda: [None] * PART_COUNT)
     late_log: TokenLog | None = None
     result: TurnResult | None = None
     makers: set[str] = field(default_factory=set)
@@ -143,12 +145,21 @@ class TurnChecker:
         require(is_held, f"turn {name}: renewed for {worker_id} under fence {fence}, but it is not its any more")
         assert turn is not None and hold is not None
         hold.renewed_s = self._facts.now_s()
-        self._save(turn, progress.log)
+        self._save(turn, progress.log, progress.place)
 
-    def _save(self, turn: Turn, log: TokenLog | None) -> None:
-        if log is None:
+    def _save(self, turn: Turn, part: TokenLog | None, place: int = 0) -> None:
+        if part is None:
             return
         name = turn.job.turn_id
+        if not part.base:  # given back: it is all there is
+            turn.parts = [None] * PART_COUNT
+        turn.parts[place] = part
+        log = whole(turn.parts)
+        require(
+            log is not None and len(log.completion_ids) == part.start + len(part.completion_ids),
+            f"turn {name}: a part was saved that nobody can read",
+        )
+        assert log is not None
         self._check_tokens(turn, log.completion_ids, log.logprobs, log.spans, "")
         # A call that is carried out long after its caller gave up brings back what was saved then: less, not other.
         old = turn.log

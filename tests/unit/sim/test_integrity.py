@@ -45,6 +45,7 @@ async def test_a_run_at_work_is_in_order() -> None:
         (lambda k: ("HINCRBY", k.trajectory.held, "a", 1), "claims are counted as"),
         (lambda k: ("HDEL", k.turn.job, "g.0.0"), "has no text"),
         (lambda k: ("HSET", k.turn.log, "g.7.0", "x"), "logs of what is over"),
+        (lambda k: ("HSET", k.turn.log, "g.7.0~2", "x"), "logs of what is over"),
         (lambda k: ("HINCRBY", k.run, "depth", 1), "depth is counted as 4, and is 3"),
         (lambda k: ("HINCRBY", k.run, "bytes", -1), "bytes is counted"),
         (lambda k: ("HDEL", k.open, "g"), "open"),

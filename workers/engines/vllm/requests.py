@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -36,8 +37,8 @@ class OpenRequest:
     has_begun: bool = False
     matcher: StopMatcher | None = None
     has_stopped: bool = False
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))  # no list: one of 30,000 takes ms to become numpy's
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
     sides: list[Side] = field(default_factory=list)
     marks: Marks = field(default_factory=list)
     cached_token_count: int = 0
@@ -75,8 +76,8 @@ class OpenRequest:
             self.marks = [*self.marks, (len(self.tokens), version)]
         if chunk.sides:  # they may speak of tokens that were cut off
             self.sides += parts(chunk.sides, -WHOLE_MAX, len(chunk.token_ids), len(self.tokens))
-        self.tokens += chunk.token_ids
-        self.logprobs += chunk.logprobs
+        self.tokens.extend(chunk.token_ids)
+        self.logprobs.extend(chunk.logprobs)
         self.cached_token_count = max(self.cached_token_count, chunk.cached_token_count)
 
     def generation(self, finish_reason: str = "", error: str | None = None) -> Generation:

@@ -4,7 +4,7 @@
 -- Returns per turn 1 given up · 2 it was settled before · 0 the trajectory's claim is lost, or nobody asked for the turn
 -- keys shard.turn_result trajectory.record turn.deadline turn.held turn.job turn.log turn.record inbox
 -- flags allow-oom
--- use batch count record claims
+-- use batch parts count record claims
 local agent = ARGV[1]
 local trajectories, ids = {}, {}
 for i = 2, #ARGV, 4 do
@@ -30,6 +30,6 @@ for n, id in ipairs(ids) do
 end
 write_records(turn.record, ended, records)
 call_in_parts('HDEL', turn.job, ended)
-call_in_parts('HDEL', turn.log, ended)
+forget_logs(turn.log, ended)
 call_in_parts('HSET', shard.turn_result, results)
 return answer

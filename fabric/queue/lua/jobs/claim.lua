@@ -10,7 +10,7 @@
 -- keys shard.begun shard.clock shard.lease_slots shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log
 -- keys jobs.ready jobs.record jobs.suspects
 -- flags allow-oom
--- use batch count record look time limit suspect share homed ready
+-- use batch parts count record look time limit suspect share homed ready
 local worker, want, claim_ms, class_count, is_turn = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), 3, ARGV[4] ~= '-'
 local now, wall = now_ms(shard.clock)
 local some_wait, room = is_turn and redis.call('ZCARD', shard.turn_homed_at) > 0, math.huge -- for their homes
@@ -53,7 +53,7 @@ call_in_parts('ZADD', jobs.deadline, deadlines)
 for n = 1, #begun, 2 do redis.call('ZADD', shard.begun, 'NX', begun[n], begun[n + 1]) end
 if #taken > 0 then tally(jobs.held, worker, #taken) end
 
-local answer, texts, logs = {1, wall, next_ms}, fetch_all(jobs.job, taken), fetch_all(jobs.log, taken)
+local answer, texts, logs = {1, wall, next_ms}, fetch_all(jobs.job, taken), fetch_logs(jobs.log, taken)
 for n, id in ipairs(taken) do
   answer[n + 3] = {id, records[id].fence, records[id].attempt, records[id].loss, texts[n], logs[n], since[id] or false}
 end

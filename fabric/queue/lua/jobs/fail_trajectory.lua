@@ -4,7 +4,7 @@
 -- Returns 2 waiting for the next attempt · 3 in the dead letters · 0 the fence is stale (nothing written)
 -- keys shard.begun shard.counters shard.dead trajectory.bell trajectory.log trajectory.ready trajectory.record
 -- flags allow-oom
--- use batch count record claims look ring suspect forget_turns drop close
+-- use batch parts count record claims look ring suspect forget_turns drop close
 local id, fence, group_id = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local r = read_record(trajectory.record, id)
 if not r or r.fence ~= fence or (r.state ~= 'claimed' and r.state ~= 'scoring') then return 0 end

@@ -6,7 +6,7 @@
 -- costs nothing.
 -- keys shard.clock shard.counters jobs.bell jobs.deadline jobs.held jobs.job jobs.ready jobs.record
 -- flags allow-oom
--- use batch count record claims look time ring suspect giving_up
+-- use batch parts count record claims look time ring suspect giving_up
 local reaper, blame_max, suspect_loss, claim_ms = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local now = now_ms(shard.clock)
 local may_count, count_from_ms = may_count_holds(now)

@@ -4,16 +4,19 @@
 -- Returns per job 1 given back · 0 the claim was lost already (nothing written)
 -- keys shard.counters jobs.bell jobs.deadline jobs.held jobs.log jobs.ready jobs.record
 -- flags allow-oom
--- use batch count record claims ring suspect
+-- use batch parts count record claims ring suspect
 local worker, blame_max = ARGV[1], tonumber(ARGV[2])
-local answer, back, logs, lines = {}, {}, {}, {}
+local answer, back, saved, logs, lines = {}, {}, {}, {}, {}
 for i = 3, #ARGV, 3 do
   local id = ARGV[i]
   local value = redis.call('HGET', jobs.record, id)
   local r = is_held(value, ARGV[i + 1], worker) and parse_record(value)
   if r then
-    if ARGV[i + 2] ~= '' then add_pair(logs, id, ARGV[i + 2]) end
-    local come = ARGV[i + 2] ~= '' and #ARGV[i + 2] or redis.call('HSTRLEN', jobs.log, id)
+    if ARGV[i + 2] ~= '' then
+      add_pair(logs, id, ARGV[i + 2])
+      saved[#saved + 1] = id
+    end
+    local come = ARGV[i + 2] ~= '' and #ARGV[i + 2] or log_size(jobs.log, id)
     if blame_max > 0 then note_stall(r, come) end
     if blame_max > 0 and r.blame >= blame_max then
       redis.call('ZADD', jobs.deadline, 0, id)
@@ -28,6 +31,7 @@ for i = 3, #ARGV, 3 do
   answer[#answer + 1] = r and 1 or 0
 end
 call_in_parts('HSET', jobs.record, lines)
+forget_logs(jobs.log, saved)
 call_in_parts('HSET', jobs.log, logs)
 make_ready(jobs, back, true)
 if #back > 0 then tally(shard.counters, blame_max > 0 and 'stalled' or 'released', #back) end

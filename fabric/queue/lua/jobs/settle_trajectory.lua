@@ -7,7 +7,7 @@
 -- keys shard.begun shard.clock shard.counters shard.lengths shard.rewards shard.run group.rollouts trajectory.deadline trajectory.log
 -- keys trajectory.record
 -- flags allow-oom
--- use batch count record claims look time suspect forget_turns drop close curve length
+-- use batch parts count record claims look time suspect forget_turns drop close curve length
 local id, fence, group_id, state = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local r = read_record(trajectory.record, id)
 if r and r.fence == fence and r.state == state then return 1 end

@@ -5,7 +5,7 @@
 -- keys shard.counters shard.turn_agent shard.turn_result turn.deadline turn.held turn.job turn.log turn.record
 -- keys inboxes...
 -- flags allow-oom
--- use batch count record claims
+-- use batch parts count record claims
 local worker = ARGV[1]
 local ids = {}
 for i = 3, #ARGV, 6 do ids[#ids + 1] = ARGV[i] end
@@ -40,7 +40,7 @@ end
 end_claims(turn, settled, worker)
 write_records(turn.record, settled, records)
 call_in_parts('HDEL', turn.job, settled)
-call_in_parts('HDEL', turn.log, settled)
+forget_logs(turn.log, settled)
 call_in_parts('HSET', shard.turn_result, results)
 if #settled > 0 then
   tally(shard.counters, 'turns_settled', #settled)

@@ -5,7 +5,7 @@
 -- keys shard.clock shard.consumed shard.counters shard.late shard.open shard.run group.rollouts group.row
 -- keys trajectory.job trajectory.record
 -- flags allow-oom
--- use batch count record claims look time forget_turns drop
+-- use batch parts count record claims look time forget_turns drop
 local g = redis.call('HMGET', group.row, 'size', 'bytes')
 if not g[1] then return 0 end
 local size, ids = math.min(whole(g[1], 0), GROUP_SIZE_MAX), {}

@@ -3,7 +3,7 @@
 -- Returns 1 complete · 0 it was before, or is gone
 -- keys shard.late group.row
 -- flags allow-oom
--- use batch count record claims look forget_turns drop close
+-- use batch parts count record claims look forget_turns drop close
 if redis.call('HGET', group.row, 'state') ~= 'open' then
   redis.call('ZREM', shard.late, ARGV[1])
   return 0

@@ -4,7 +4,7 @@
 -- Returns 1 the group is open again · 0 it is gone, was taken back before, or another consumer holds it (nothing written)
 -- keys shard.counters shard.dead group.row trajectory.bell trajectory.ready trajectory.record
 -- flags allow-oom
--- use batch count record claims look holder ring forget_turns drop close reopen
+-- use batch parts count record claims look holder ring forget_turns drop close reopen
 local group_id = ARGV[1]
 if redis.call('HGET', group.row, 'state') ~= 'complete' or not may_end(ARGV[2], ARGV[3]) then return 0 end
 if ARGV[4] == '1' then redis.call('HSET', group.row, 'redelivered', 1) end

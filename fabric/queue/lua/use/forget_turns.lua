@@ -1,4 +1,4 @@
--- Delete all that is kept of a trajectory's turns. Needs claims.lua before it.
+-- Delete all that is kept of a trajectory's turns. Needs claims.lua and parts.lua before it.
 -- Turn ids count from 0 without holes, so the search ends at the first one that was never pushed.
 -- keys shard.turn_agent shard.turn_image shard.turn_result turn.deadline turn.held turn.job turn.log turn.record
 local function forget_turns(trajectory_id)
@@ -17,7 +17,8 @@ local function forget_turns(trajectory_id)
     end
   end
   for _, key in ipairs({turn.record, shard.turn_agent, shard.turn_result}) do call_in_parts('HDEL', key, ids) end
-  for _, key in ipairs({turn.job, turn.log}) do call_in_parts('HDEL', key, unsettled) end -- settling deleted the others'
+  call_in_parts('HDEL', turn.job, unsettled) -- settling deleted the others'
+  forget_logs(turn.log, unsettled)
   local digests = redis.call('HGET', shard.turn_image, trajectory_id)
   if digests then
     local files = {trajectory_id}

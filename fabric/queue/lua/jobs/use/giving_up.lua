@@ -1,8 +1,8 @@
--- What reap does to a job; ARGV is reap's.
+-- What reap does to a job; ARGV is reap's. Needs parts.lua before it.
 -- keys turn.record jobs.deadline jobs.held jobs.log jobs.record
 -- How far a job has come, and whether its worker was at it: a trajectory whose turn is under way only waits.
 local function look_at(id, r)
-  if not ARGV[6] then return redis.call('HSTRLEN', jobs.log, id), true end
+  if not ARGV[6] then return log_size(jobs.log, id), true end
   local come, state = r.seen, 'settled'
   while state == 'settled' do
     local row = redis.call('HGET', turn.record, id .. '.' .. come)
