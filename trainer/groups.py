@@ -5,7 +5,7 @@ and other consumers may take over. A replica that takes over, or a disk that los
 writes that were answered with "done". Pushes and acknowledgements carry group ids, so repeating them changes nothing
 if nothing was lost:
 
-- While no group comes, everything pushed here and not yet received is pushed again, every PUSH_AGAIN_S.
+- While no group comes, what was pushed here and is not there any more is pushed again, every PUSH_AGAIN_S.
 - A group that was acknowledged here and comes again is acknowledged again, and not handed out.
 - An acknowledgement that did not reach the broker is sent again before anything else is received.
 
@@ -359,10 +359,14 @@ class Ledger:
         if now_s - self._quiet_since_s < PUSH_AGAIN_S:
             return
         self._quiet_since_s = now_s
-        groups = list(self._open.values())
-        for start in range(0, len(groups), PUSH_COUNT):
+        names = list(self._open)
+        for start in range(0, len(names), PUSH_COUNT):
+            part = names[start : start + PUSH_COUNT]
+            known = await self._rollouts.known(part)  # first: all tasks together may be large
+            gone = [name for name, is_known in zip(part, known, strict=True) if not is_known]
             try:
-                await self._rollouts.push(groups[start : start + PUSH_COUNT])
+                if lost := [self._open[name] for name in gone if name in self._open]:
+                    await self._rollouts.push(lost)
             except QueueFull:
                 return  # the groups there must be consumed first; the next round asks again
 

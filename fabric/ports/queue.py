@@ -425,6 +425,10 @@ class RolloutStream(Protocol):
         """
         ...
 
+    async def known(self, group_ids: Sequence[str]) -> list[bool]:
+        """Say of each group whether it is here, or was consumed or cancelled lately: then a push changes nothing."""
+        ...
+
     async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
         """Say that this client consumes under a name: what it received is its own for `duration_s` from now.
 

@@ -85,6 +85,16 @@ class RedisRolloutStream:
         verdicts = [self._verdict(answer, gone) for answer in answers]
         return outcome(dict(zip(names, verdicts, strict=True)), doubtful)
 
+    async def known(self, group_ids: Sequence[str]) -> list[bool]:
+        commands: list[Command] = []
+        for name in group_ids:
+            keys = self._shards.of(name)
+            commands += [("EXISTS", keys.group(name)), ("ZSCORE", keys.consumed, name)]
+        with translate():
+            answers = await self._scripts.channel.ask_many(commands)
+        found = [answer not in (None, 0) and not isinstance(answer, Exception) for answer in answers]
+        return [is_here or is_over for is_here, is_over in zip(found[::2], found[1::2], strict=True)]
+
     async def _push(self, calls: Sequence[Call]) -> list[Any]:
         """Return answers in order; an error of ours where the round trip failed and the outcome is unknown."""
         by_shard: dict[Owner, list[int]] = {}  # one barrier for each shard

@@ -26,6 +26,7 @@ from rollfab.fabric.contract.records import (
 from rollfab.fabric.ports.queue import GroupPush, Reaped, TrajectoryClaim, TurnProgress, TurnPush, TurnSettle
 from rollfab.fabric.queue.keys import RunShards
 from rollfab.fabric.rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect
+from rollfab.fabric.rules.queue.token_parts import NOTHING_SAVED, next_save
 from tests.contracts.conftest import World
 from tests.support import records
 from tests.support.leases import set_lease
@@ -130,11 +131,13 @@ async def test_a_repeated_push_changes_nothing_even_after_the_group_was_consumed
     group = group_of_size("g1", 1)
     assert await world.rollouts.push([group]) == [True]
     assert await world.rollouts.push([group]) == [False]
+    assert await world.rollouts.known(["g1", "g2"]) == [True, False]
     (claim,) = await world.trajectories.claim("a1", 9)
     await world.trajectories.settle(claim, rollout_of(claim), is_scored=True)
     (delivery,) = await world.rollouts.receive("trainer", 1, 0.5)
     await world.rollouts.acknowledge(delivery)
     assert await world.rollouts.push([group]) == [False]
+    assert await world.rollouts.known(["g2", "g1"]) == [False, True]
     assert await world.trajectories.claim("a1", 9) == []
 
 
@@ -292,6 +295,34 @@ async def test_tokens_saved_by_a_killed_worker_are_not_lost(world: World) -> Non
     (claim,) = (await world.turns.exchange("w2", want=1, lease_epoch=1)).claims
     assert claim.log.completion_ids.tolist() == [8]
     assert claim.loss == 1
+
+
+async def test_tokens_saved_in_parts_are_read_together_and_what_is_given_back_takes_their_place(world: World) -> None:
+    # Given a turn that was saved in three parts
+    _, turn = await claimed_turn(world)
+    ids = np.arange(600, dtype=np.int32)
+    saved, places = NOTHING_SAVED, []
+    for count in (10, 20, 500, 600):
+        log = TokenLog(
+            spans=(Span(0, count, "w1", 0),), completion_ids=ids[:count], logprobs=np.zeros(count, np.float32)
+        )
+        save = next_save(log, saved, f"{turn.fence}.{count}")
+        progress = TurnProgress(claim=turn, log=save.log, place=save.place)
+        outcome = await world.turns.exchange("w1", progress=[progress])
+        assert (outcome.renewed, outcome.lost) == ({"g1.0.0"}, [])
+        saved, places = save.saved, [*places, save.place]
+    assert places == [0, 2, 1, 2]
+    # When another goes on with it
+    await expire(world)
+    await world.turns.reap("a1")
+    await lease(world, "w2")
+    (claim,) = (await world.turns.exchange("w2", want=1, lease_epoch=1)).claims
+    # Then it has them all; and what it gives back is all there is
+    assert claim.log.completion_ids.tolist() == ids.tolist() and claim.log.spans == (Span(0, 600, "w1", 0),)
+    less = TokenLog(completion_ids=ids[:10], logprobs=np.zeros(10, np.float32))
+    await world.turns.release("w2", [TurnProgress(claim=claim, log=less)])
+    (claim,) = (await world.turns.exchange("w2", want=1, lease_epoch=1)).claims
+    assert claim.log.completion_ids.tolist() == ids[:10].tolist()
 
 
 IMAGES = {digest_of(data): data for data in (b"one file", b"another file", b"")}

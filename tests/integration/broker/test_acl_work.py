@@ -267,6 +267,7 @@ async def play_turns(who: dict[str, Part]) -> None:
     """A turn that is given back, taken again, saved and settled."""
     trainer, agent, worker = who["trainer"], who["agent"], who["worker"]
     await trainer.rollouts.push([group("a", 2)])
+    assert await trainer.rollouts.known(["a", "z"]) == [True, False]
     claim, other = await claims(agent, 2)
     shown = (ImagePlace(0, 1, digest_of(b"a file")),)
     job = replace(TURN, turn_id=f"{claim.job.trajectory_id}.0", agent_id=agent.name, images=shown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -88,12 +89,23 @@ async def test_a_push_that_the_broker_forgot_is_repeated_while_no_group_comes(
     assert (await taken(ledger)).group.group_id == "g1"
 
 
-async def test_nothing_is_pushed_twice_where_nothing_was_lost(
-    fabric: StandInFabric, ledger: Ledger, at_once: None
-) -> None:
-    await ledger.push(make_groups([{}], 1, ["g1"]))
-    for _ in range(3):
-        assert await ledger.receive("t", 0.01) is None
+async def test_nothing_is_sent_twice_where_nothing_was_lost(fabric: StandInFabric, at_once: None) -> None:
+    # Given a group that waits, one that another trainer has consumed, and one that was cancelled
+    stream = fabric.rollouts(RUN)
+    ledger, other = Ledger(stream, run_id="r1"), Ledger(fabric.rollouts(RUN), run_id="r1")
+    await ledger.push(make_groups([{}] * 2, 1, ["consumed", "cancelled"]))
+    assert await stream.cancel("cancelled")
+    await finish_all(fabric)
+    while (delivery := await other.receive("t", 0.01)) is not None:
+        await other.acknowledge(delivery)
+    await ledger.push(make_groups([{}], 1, ["waits"]))
+    assert await stream.known(["waits", "consumed", "cancelled", "never"]) == [True, True, True, False]
+    # When the trainer waits
+    with mock.patch.object(stream, "push") as push:
+        for _ in range(3):
+            assert await ledger.receive("t", 0.01) is None
+    # Then it sends none of them again: their tasks may be large
+    push.assert_not_called()
     assert fabric.tables_of("r1").depth == 1
 
 
