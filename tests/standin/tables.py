@@ -77,9 +77,13 @@ class JobTables(_Tables):
         return self._scores(self._keys.deadline)
 
     @property
-    def logs(self) -> set[str]:
-        """Jobs of which something is saved, whichever part."""
-        return {name.partition("~")[0] for name in self._hash(self._keys.log)}
+    def logs(self) -> dict[str, list[bytes | None]]:
+        """Parts of what is saved, by job."""
+        rows = self._hash(self._keys.log)
+        return {
+            name: [rows.get(f"{name}{ending}") for ending in names.PART_ENDINGS]
+            for name in {field.partition("~")[0] for field in rows}
+        }
 
     @property
     def ready(self) -> list[str]:
@@ -106,7 +110,7 @@ class JobTables(_Tables):
         assert self.held == held, f"claims are counted as {self.held}, and are {dict(held)}"
         unfinished = ready | claimed
         assert unfinished <= self._hash(self._keys.job).keys(), "a job that is not over has no text"
-        assert self.logs <= unfinished, f"logs of what is over: {self.logs - unfinished}"
+        assert self.logs.keys() <= unfinished, f"logs of what is over: {self.logs.keys() - unfinished}"
 
     def expire(self, name: str) -> None:
         """Its claim ends now."""

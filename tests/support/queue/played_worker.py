@@ -16,6 +16,7 @@ from rollfab.fabric.contract.records import Int32, Lease, RunConfig, Sampling, T
 from rollfab.fabric.contract.sharing import GuardView
 from rollfab.fabric.ports.queue import Exchange, TurnPush
 from rollfab.fabric.queue.turns import RedisTurnQueue
+from rollfab.fabric.rules.queue.token_parts import whole
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.engines.base import EngineStats, Generation, GenerationRequest
 from rollfab.workers.rollout.engine_sleep import GivesBack
@@ -250,7 +251,12 @@ class Stage:
     @property
     def logs(self) -> dict[str, TokenLog]:
         """Tokens that are saved of turns which have not settled."""
-        return {name: TokenLog.decode(row) for name, row in self.table.logs.items()}
+        found = {name: whole(self.parts(name)) for name in self.table.logs}
+        return {name: log for name, log in found.items() if log is not None}
+
+    def parts(self, turn_id: str) -> list[TokenLog | None]:
+        """The parts in which they are saved."""
+        return [None if row is None else TokenLog.decode(row) for row in self.table.logs[turn_id]]
 
     @property
     def ready(self) -> list[str]:

@@ -105,6 +105,21 @@ async def test_a_lease_that_ends_gives_turns_back_with_their_tokens() -> None:
         assert (stage.table.records[name].attempt, stage.table.records[name].loss) == (0, 0)
 
 
+async def test_a_save_goes_on_behind_what_the_broker_has() -> None:
+    # Given a turn whose first tokens are saved
+    stage = Stage()
+    async with stage.at_work(1, 1, log_s=0.01) as (name,):
+        await until(lambda: name in stage.logs)
+        # When it makes more, 300 of them at once
+        for token_count, count in ((2, 5), (300, 305), (1, 306)):
+            stage.engine.step(token_count)
+            await until(lambda count=count: len(stage.logs[name].completion_ids) == count)
+        # Then no part holds what another does, and they are all there is
+        parts = [None if part is None else (part.start, len(part.completion_ids)) for part in stage.parts(name)]
+        assert parts == [(0, 3), (3, 302), (305, 1)]
+        assert stage.logs[name].completion_ids.tolist() == list(range(306))
+
+
 async def test_a_worker_that_is_stopped_gives_turns_back_with_their_tokens() -> None:
     stage = Stage()
     async with stage.at_work(2, 2) as names:
