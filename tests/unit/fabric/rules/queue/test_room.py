@@ -74,4 +74,4 @@ def test_so_many_fit_at_every_moment_if_all_make_what_is_expected_and_one_more_w
     count = room.count(running, kv_tokens_max)
     assert count is not None
     assert count == 0 or peak(count) <= kv_tokens_max + 1e-6
-    assert peak(count + 1) > kv_tokens_max - 1e-6 or context + room.rest(new) < 1
+    assert peak(count + 1) > kv_tokens_max - 1e-6 or context < 1  # what holds nothing at some moment counts as a token
