@@ -120,25 +120,28 @@ class TurnSettle:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnProgress:
     """A worker still runs a turn. log: its tokens so far, or one part of them, to be kept in this place among the parts
-    (rules/queue/token_parts.py); None: what was saved stays."""
+    (rules/queue/token_parts.py); None: what was saved stays. saved_before: what the parts before it must be, and
+    saved_then, what all are with it; empty where it is whole."""
 
     claim: TurnClaim
     log: TokenLog | None = None
     place: int = 0
+    saved_before: str = ""
+    saved_then: str = ""
 
 
 @dataclass(slots=True)
 class Exchange:
     """The answer to one round trip of a rollout worker.
 
-    claims: new turns. renewed: ids whose claim goes on, and whose tokens are saved. lost: ids whose claim is gone:
-    abort them. refused: ids whose settling was stale. unsettled: to be handed in again. has_lease: False: the broker
-    knows no such lease. behind: head, for weights too old to claim. next_ms: in which a turn that waits for its home
-    may be taken here; None: none is known.
+    claims: new turns. saved: ids whose claim goes on, and whose tokens are kept, where any were sent. lost: ids whose
+    claim is gone: abort them. refused: ids whose settling was stale. unsettled: to be handed in again. has_lease:
+    False: the broker knows no such lease. behind: head, for weights too old to claim. next_ms: in which a turn that
+    waits for its home may be taken here; None: none is known.
     """
 
     claims: list[TurnClaim] = field(default_factory=list)
-    renewed: set[str] = field(default_factory=set)
+    saved: set[str] = field(default_factory=set)
     lost: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     unsettled: set[str] = field(default_factory=set)

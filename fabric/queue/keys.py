@@ -85,8 +85,8 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    anew, in ms.
   rf:{run.s}:K:bell         LIST   wakes one idle worker; bounded to 64: more would only cost empty claims.
   rf:{run.s}:K:log          HASH   id → what an unfinished job has made so far: a trajectory's snapshot (JSON), a turn's
-                                   TokenLog. Of a turn also "id~1" and "id~2": its next parts
-                                   (rules/queue/token_parts.py). Deleted when the job ends.
+                                   TokenLog. Of a turn also "id~1" and "id~2", its next parts, and "id~0", which
+                                   parts there are (rules/queue/token_parts.py). Deleted when the job ends.
   rf:{run.s}:turn:agent     HASH   turn_id → agent_id that waits for it. Deleted when its trajectory ends.
   rf:{run.s}:turn:result    HASH   turn_id → TurnResult, for recovery. Deleted when its trajectory ends.
   rf:{run.s}:turn:homed     ZSET   "home class since tokens turn_id", all at 0: turns that wait for the worker that made

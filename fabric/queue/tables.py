@@ -246,7 +246,7 @@ SHARD: Tables = {
     "trajectory:job": ("hash", lambda run, name, raw: job_row(name, raw)),
     "trajectory:log": ("hash", lambda run, name, raw: load_json(raw)),
     "turn:job": ("hash", lambda run, name, raw: turn_row(name, raw)),
-    "turn:log": ("hash", lambda run, name, raw: TokenLog.decode(raw)),
+    "turn:log": ("hash", lambda run, name, raw: name.endswith(b"~0") or TokenLog.decode(raw)),
     "turn:agent": ("hash", _text),
     "turn:result": ("hash", lambda run, name, raw: TurnResult.decode(raw)),
     "turn:image": ("hash", _image),

@@ -127,7 +127,7 @@ class RedisTrajectoryQueue:
             keys = self._shards.all[shard]
             args: list[Any] = [worker_id, self._claim_ms]
             for claim, log in part:
-                args += [claim.job.trajectory_id, claim.fence, log, ""]
+                args += [claim.job.trajectory_id, claim.fence, log, "", "", ""]
             with first_error, translate():
                 kept = await self._scripts.call("renew", [keys, keys.trajectory], args)
                 lost += [claim.job.trajectory_id for (claim, _), is_kept in zip(part, kept, strict=True) if not is_kept]

@@ -165,9 +165,7 @@ class RedisTurnQueue:
                     unread += await self._bring_images(keys, outcome)
                     await self._give_up(worker_id, keys, unread)
                 if (renewed := _made(answer_of.get("renew"))) is not None:
-                    rows = zip(kept or (), renewed, strict=True)
-                    for row, is_kept in rows:
-                        (outcome.renewed.add if is_kept else outcome.lost.append)(row.claim.job.turn_id)
+                    _note_renewals(kept or (), renewed, outcome)
                 if (settled := _made(answer_of.get("settle_turns"))) is not None:
                     outcome.refused += await self._read_settles(worker_id, keys, ended or (), settled)
                     outcome.unsettled -= {row.claim.job.turn_id for row in ended or ()}
@@ -188,7 +186,7 @@ class RedisTurnQueue:
     def _renew_call(self, worker_id: str, keys: ShardKeys, rows: Sequence[TurnProgress]) -> Call:
         args: list[Argument] = [worker_id, self._claim_ms]
         for row, facts in zip(rows, map(_progress, rows), strict=True):
-            args += [*facts, PART_ENDINGS[row.place]]
+            args += [*facts, PART_ENDINGS[row.place], row.saved_before, row.saved_then]
         return "renew", [keys, keys.turn], args
 
     def _read_claims(self, keys: ShardKeys, answer: Sequence[Any], outcome: Exchange) -> list[TurnSettle]:
@@ -283,6 +281,14 @@ class RedisTurnQueue:
 
 def _name(push: TurnPush) -> tuple[str, int]:
     return push.job.turn_id, push.fence
+
+
+def _note_renewals(rows: Sequence[TurnProgress], answer: Sequence[int], outcome: Exchange) -> None:
+    for row, code in zip(rows, answer, strict=True):
+        if code == 0:
+            outcome.lost.append(row.claim.job.turn_id)
+        elif code == 1:
+            outcome.saved.add(row.claim.job.turn_id)
 
 
 def _progress(row: TurnProgress) -> list[Argument]:

@@ -26,7 +26,7 @@ from rollfab.workers.agent.keeper import Keeper
 from rollfab.workers.rollout import turns as workers_turn
 from rollfab.workers.rollout.engine_watch import EngineWatch
 from rollfab.workers.rollout.lease import LeaseKeeper
-from rollfab.workers.rollout.turns import RunningTurn, RunningTurns
+from rollfab.workers.rollout.turns import RunningTurns
 from rollfab.workers.rollout.worker import RolloutWorker
 
 Patch = tuple[Any, str, Any]  # object, attribute, what to put there
@@ -234,19 +234,6 @@ def parts_of_another_claim_read() -> list[Patch]:
         return made
 
     return [(bus_turns, "whole", whole)]
-
-
-@plant
-def save_taken_for_written() -> list[Patch]:
-    """A worker goes on behind what it has sent, whether the broker got it or not."""
-    original = RunningTurn.renewal
-
-    def renewal(self: Any, made: Any, now_s: float) -> Any:
-        progress = original(self, made, now_s)
-        self.note_saved()
-        return progress
-
-    return [(RunningTurn, "renewal", renewal)]
 
 
 @plant

@@ -163,8 +163,9 @@ class RunningTurns:
         )
         self._come_back(outcome.next_ms)
         for row in progress:
-            if row.claim.job.turn_id in outcome.renewed and (turn := self._turns.get(request_id_of(row.claim))):
-                turn.note_saved()
+            turn = self._turns.get(request_id_of(row.claim))
+            if turn is not None and row.log is not None and turn.back is None:
+                turn.note_saved(row.claim.job.turn_id in outcome.saved)
         self._forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)
         await self._drop({*outcome.lost, *(claim.job.turn_id for claim in outcome.claims)})
         claims = outcome.claims
@@ -484,12 +485,19 @@ class RunningTurn:
             return TurnProgress(claim=self.claim)
         self.saved_count = count
         save = next_save(tokens, self.saved, f"{self.claim.fence}.{count}")
-        self.to_be_saved = save.saved
-        return TurnProgress(claim=self.claim, log=save.log, place=save.place)
+        before, self.to_be_saved = self.saved, save.saved
+        return TurnProgress(
+            claim=self.claim,
+            log=save.log,
+            place=save.place,
+            saved_before=before.text,
+            saved_then=save.saved.text,
+        )
 
-    def note_saved(self) -> None:
-        """Note that the broker has what it was sent last: the next saves go on behind it."""
-        self.saved = self.to_be_saved
+    def note_saved(self, is_saved: bool) -> None:
+        """Note whether the broker has kept what it was sent: then the next save goes on behind it, else it is whole."""
+        self.saved = self.to_be_saved if is_saved else NOTHING_SAVED
+        self.saved_count = self.saved_count if is_saved else 0
 
     def settle(self, generation: Generation) -> TurnSettle:
         """Make the settle with the tokens of all its claims."""

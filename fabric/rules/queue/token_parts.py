@@ -9,7 +9,8 @@ its tokens some hundred times.
 - The first part has a name of its own (`base`); the others name it too, and say where they begin. A part that does not
   fit is left out when they are read: it is of an earlier claim, or one before it never arrived. So what is read is
   always what was made up to some token.
-- A worker takes a part for written once the broker has said so.
+- A part but the first is written only where those before it are what the worker believes. Where they are not, since an
+  answer was lost, a call came late, or a replica knew less, the worker writes all of them anew.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ class Saved:
     base: str = ""
     ends: tuple[int, int] = (0, 0)
     context_bytes: int = 0
+
+    @property
+    def text(self) -> str:
+        """Which parts these are, in one word."""
+        return f"{self.base}:{self.ends[0]}:{self.ends[1]}"
 
 
 NOTHING_SAVED = Saved()

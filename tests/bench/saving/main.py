@@ -114,8 +114,7 @@ async def _measure(turn: Turn, *, in_parts: bool) -> dict[str, float]:
             before = await _spent(direct)
             for count in range(STEP_TOKENS, turn.token_count + 1, STEP_TOKENS):
                 outcome = await turns.exchange(WORKER_ID, progress=[running.renewal(_first(made, count), count)])
-                if in_parts and outcome.renewed:
-                    running.note_saved()
+                running.note_saved(in_parts and bool(outcome.saved))
             after = await _spent(direct)
             await turns.release(WORKER_ID, [TurnProgress(claim=running.claim)])
             got = (await claimed()).log

@@ -68,7 +68,7 @@ class TurnChecker:
                 self._settle(process, worker_id, settle)
         for each in progress:
             if each.claim.job.turn_id not in outcome.lost:
-                self._renew(worker_id, each)
+                self._renew(worker_id, each, is_saved=each.claim.job.turn_id in outcome.saved)
         for claim in outcome.claims:
             self._claim(process, worker_id, claim, active_version)
 
@@ -137,7 +137,7 @@ class TurnChecker:
         turn.makers.add(worker_id)
         facts.note(process.name, "turn.claim", name, f"fence {claim.fence}, {have} tokens, version {active_version}")
 
-    def _renew(self, worker_id: str, progress: TurnProgress) -> None:
+    def _renew(self, worker_id: str, progress: TurnProgress, *, is_saved: bool) -> None:
         name = progress.claim.job.turn_id
         turn, fence = self.turns.get(name), progress.claim.fence
         hold = turn.hold if turn is not None else None
@@ -145,7 +145,8 @@ class TurnChecker:
         require(is_held, f"turn {name}: renewed for {worker_id} under fence {fence}, but it is not its any more")
         assert turn is not None and hold is not None
         hold.renewed_s = self._facts.now_s()
-        self._save(turn, progress.log, progress.place)
+        if is_saved:
+            self._save(turn, progress.log, progress.place)
 
     def _save(self, turn: Turn, part: TokenLog | None, place: int = 0) -> None:
         if part is None:
