@@ -195,7 +195,7 @@ class AsyncFabric:
             depth = (await self._ports.board.run_status(name)).depth
         head = await trained.head_version()
         goal = goal_of(name, trained.run_id, version, head=head, held=held, depth=depth)
-        weights = None if held == goal >= 0 else await trained.weights(goal)
+        weights = None if held == goal >= 0 else await trained.weights(goal if goal >= 0 else None)
         given = {each.name: getattr(config, each.name) for each in fields(config)}
         opened = await self.run(given.pop("run_id"), **given)
         evaluation = self._evaluations.setdefault(name, opened)
