@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..fabric.contract.agreement import Agreement, AlarmRule
 from ..fabric.contract.errors import (
@@ -48,13 +48,17 @@ from ..fabric.tracing.spans import Spans
 from ..fabric.versions.reader import Weights, fetch_weights
 from .agreement import AgreementReporter
 from .checks import (
+    check_choice,
     check_count_max,
     check_deadline,
+    check_flags,
+    check_given,
     check_groups,
     check_peek,
     check_run,
     check_settings,
     check_tasks,
+    check_text,
     check_version,
     check_view,
     check_wait,
@@ -125,6 +129,7 @@ class AsyncFabric:
         self._home.check()
         check_name("run", run_id)
         check_settings(run_id, settings)
+        check_given(f"run {run_id!r}", environment=environment)
         runs = await self._ports.board.runs()
         existing = runs.get(run_id)
         if model is None or environment is None:
@@ -174,6 +179,8 @@ class AsyncFabric:
             InputError, EnvironmentUnknown, RewardUnknown: as for `run`.
         """
         check_version(version)
+        if name is not None:
+            check_name("evaluation", name)
         async with self._evaluating:
             trained = await self.run(run_id)
             try:
@@ -481,6 +488,8 @@ class AsyncRun:
             BrokerFull: the broker has no room for it. Nothing was published.
         """
         self._home.check()
+        check_flags("publish", keyframe=keyframe, allow_nonfinite=allow_nonfinite)
+        check_choice("publish", "compares_on", compares_on, get_args(ComparesOn))
         if isinstance(named, (str, os.PathLike)):
             named = await asyncio.to_thread(given_of, named) if group is None else named  # a disk may hang
         elif group is None:
@@ -589,6 +598,7 @@ class AsyncRun:
             InputError: something else is among the groups.
         """
         self._home.check()
+        check_text("metrics", "prefix", prefix)
         found = await self._meter.read(check_groups("metrics", groups))
         return {f"{prefix}{name}": value for name, value in found.items()}
 

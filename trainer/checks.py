@@ -118,6 +118,29 @@ def check_version(version: Any) -> None:
         )
 
 
+def check_given(where: str, **given: Any) -> None:
+    """Require that these settings of a run, where given, are of their kind. Raises InputError."""
+    for name, value in given.items():
+        if value is not None:
+            _require(where, name, value, _CHECKS[name])
+
+
+def check_flags(where: str, **flags: Any) -> None:
+    """Require that each of these is True or False. Raises InputError."""
+    for name, value in flags.items():
+        _require(where, name, value, ("True or False", lambda value: isinstance(value, bool)))
+
+
+def check_text(where: str, name: str, value: Any) -> None:
+    """Require a text. Raises InputError."""
+    _require(where, name, value, ("a text", lambda value: isinstance(value, str)))
+
+
+def check_choice(where: str, name: str, value: Any, choices: Sequence[str]) -> None:
+    """Require one of some words. Raises InputError."""
+    _require(where, name, value, (" or ".join(choices), lambda value: isinstance(value, str) and value in choices))
+
+
 def check_groups(where: str, groups: Any) -> list[Group]:
     """Require groups as the run delivers them, and return them as a list. Raises InputError: names what is none."""
     if isinstance(groups, Group) or not isinstance(groups, Iterable):
@@ -182,8 +205,8 @@ def _check_wishes(
 
 
 def _check_group_ids(group_ids: Sequence[str], count: int) -> list[str]:
-    if isinstance(group_ids, str):
-        raise InputError(f"group_ids is {group_ids!r}, expected a list of names")
+    if isinstance(group_ids, (str, bytes)) or not isinstance(group_ids, Iterable):
+        raise InputError(f"group_ids is {_shown(group_ids)}, expected a list of names")
     names = [check_name("group", name) for name in group_ids]
     if len(names) != count:
         raise InputError(f"{len(names)} group_ids for {count} tasks: one each, please")

@@ -432,8 +432,16 @@ def connect(url: str | None = None, *, data_directory: str | Path | None = None)
         ConfigError: the URL is not one of ours.
         BrokerError: unreachable, refused, too old, or it would evict keys.
     """
+    if data_directory is not None and not isinstance(data_directory, (str, Path)):
+        raise ConfigError(f"data_directory is {type(data_directory).__name__}, expected a path")
     url = url or os.environ.get("ROLLFAB_URL") or None
     broker = None
+    if isinstance(url, str) and data_directory is not None:
+        log.warning(
+            "connect() uses the broker at %s, and not data_directory, where one of its own would keep its data: to "
+            "have one, give no URL, and do not set ROLLFAB_URL",
+            mask_url(url),
+        )
     if url is None:
         broker = EmbeddedBroker.start(Path(data_directory) if data_directory is not None else None)
         url = broker.url

@@ -25,6 +25,12 @@ def evaluation_of(trained: RunConfig, name: str, settings: Mapping[str, Any]) ->
         InputError: a setting does not exist, or cannot be another one.
     """
     check_settings(name, settings)
+    for fixed in ("model", "dtype"):
+        if settings.get(fixed, getattr(trained, fixed)) != getattr(trained, fixed):
+            raise InputError(
+                f"run {name!r}: {fixed} is {settings[fixed]!r:.100}, of an evaluation it is that of run "
+                f"{trained.run_id!r}, {getattr(trained, fixed)!r}: leave it out"
+            )
     own = {"weight": SHARE * trained.weight, "staleness": 0, **settings}
     if own["staleness"] != 0:
         raise InputError(f"run {name!r}: staleness is {own['staleness']!r}, of an evaluation it is 0: leave it out")

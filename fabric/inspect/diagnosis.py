@@ -243,6 +243,11 @@ class _View:
         workers = self.scene.by_role.get("reward", ())
         return any(not each.rewards or self.config.reward in each.rewards for each in workers)
 
+    @property
+    def is_in_environment(self) -> bool:
+        """Whether all that is under way is in its environment, and no turn is wanted, now or next."""
+        return self.running > 0 and not (self.queued or self.ready or self.claimed)
+
     def is_behind(self, info: WorkerInfo) -> bool:
         """Tell whether a worker's weights are too old to take turns of the run."""
         is_here = info.run_id == self.config.run_id
@@ -446,7 +451,7 @@ def _cannot_sample(view: _View) -> Iterator[Cause]:
 
 def _unleased(view: _View) -> Iterator[Cause]:
     """Say why no worker of the model has a lease for the run."""
-    if view.leased or view.run.head_version < 0:
+    if view.leased or view.run.head_version < 0 or view.is_in_environment:
         return
     reasons: dict[str, list[str]] = {}
     for each in islice(view.holders.values(), ASKED_COUNT):
@@ -671,7 +676,16 @@ _CHECKS: tuple[Check, ...] = (
 
 def _nothing_found(view: _View) -> Iterator[Cause]:
     """Name the cause where nothing that the run needs is missing."""
-    if view.has_stalled:
+    if view.has_stalled and view.is_in_environment:
+        are = _do(view.running, "trajectory", "trajectories")
+        yield view.cause(
+            "stalled",
+            f"{are} of {view.name} {'is' if view.running == 1 else 'are'} in the environment "
+            f"{_plain(view.config.environment)!r}, and for {view.quiet_s:.0f} s nothing has come of it",
+            "Wait: a call that lasts longer than its limit is ended, and its attempt fails. Which call it is: "
+            f"`rollfab trace --run {view.config.run_id}`",
+        )
+    elif view.has_stalled:
         at = _names([each.worker_id for each in view.leased])
         yield view.cause(
             "stalled",

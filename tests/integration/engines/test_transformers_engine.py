@@ -182,6 +182,12 @@ async def test_a_model_that_can_not_be_loaded_says_so() -> None:
         TransformersConfig(page_size=1)
 
 
+async def test_a_context_beyond_the_model_is_cut_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    engine = await started(context_tokens_max=4096)
+    await engine.close()
+    assert "model 'tiny' has 512 positions: turns end there, and not at the 4096 tokens of --context" in caplog.messages
+
+
 async def test_a_model_that_sees_is_refused_with_the_engine_that_takes_it(tmp_path: Path) -> None:
     model = str(write_seeing_model(tmp_path))
     with pytest.raises(EngineUnsupported, match=r"sees, and this engine reads tokens alone: take --engine vllm"):

@@ -196,6 +196,12 @@ def test_a_trainer_comes_back_to_its_run_while_nobody_offers_its_environment(
             fabric.run(name, model="tiny", environment="other")
 
 
+@pytest.mark.parametrize("environment", [5, b"x", True, ["good"], ""])
+def test_an_environment_that_is_no_name_is_refused_by_name(redis: Redis, fabric: Fabric, environment: Any) -> None:
+    texts = [f"run 'new': environment is {re.escape(repr(environment))}, expected the name of an environment"]
+    check_refused(redis, InputError, texts, lambda: fabric.run("new", model="tiny", environment=environment))
+
+
 def test_a_run_that_was_deleted_takes_no_tasks(redis: Redis, fabric: Fabric, run: Run) -> None:
     for key in redis.scan_iter():
         redis.delete(key)
@@ -306,7 +312,19 @@ BAD_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda run: run.weights(10**5000),
         "version is of type int, and cannot be written",
     ),
+    "names that are none": (lambda run: run.submit([{}], group_ids=5), "group_ids is 5, expected a list of names"),
+    "a flag that is text": (
+        lambda run: run.publish(WEIGHTS, 5, allow_nonfinite="no"),
+        "allow_nonfinite is 'no', expected",
+    ),
+    "another that is none": (lambda run: run.publish(WEIGHTS, 5, keyframe=None), "keyframe is None, expected True or"),
+    "a place that is none": (
+        lambda run: run.publish(WEIGHTS, 5, compares_on="gpu"),
+        "compares_on is 'gpu', expected auto",
+    ),
+    "a prefix that is none": (lambda run: run.metrics([], prefix=5), "metrics: prefix is 5, expected a text"),
     "no group's name": (lambda run: run.cancel(None), "group None is not a valid name"),
+    "no directory": (lambda _: rollfab.connect(data_directory=5), "data_directory is int, expected a path"),
     "no URL": (lambda _: rollfab.connect(5), "the broker's URL is int, expected a text: write redis://"),
 }
 
@@ -314,7 +332,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
 @pytest.mark.parametrize("case", BAD_CALLS)
 def test_a_call_refuses_an_argument_of_another_kind_at_once_and_by_name(redis: Redis, run: Run, case: str) -> None:
     call, text = BAD_CALLS[case]
-    kind = ConfigError if case in ("no group's name", "no URL") else InputError
+    kind = ConfigError if case in ("no group's name", "no URL", "no directory") else InputError
     check_refused(redis, kind, [text], lambda: call(run))
 
 

@@ -83,6 +83,8 @@ def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_fa
         run = fabric.fabric.run("lake", model="tiny", environment="walk", **SETTINGS)
         with pytest.raises(VersionUnknown, match="nothing is published yet"):
             fabric.fabric.evaluation("lake")
+        with pytest.raises(InputError, match="model is 'small', of an evaluation it is that of run 'lake', 'tiny'"):
+            fabric.fabric.evaluation("lake", model="small")
         assert "lake-eval" not in fabric.fabric.runs(), "what is refused changes nothing"
         for version in ("1", -3, 1.5, True):
             with pytest.raises(InputError, match="expected a whole number"):

@@ -166,6 +166,13 @@ class TransformersEngine:
         text_config = model.config.get_text_config()
         position_count = getattr(text_config, "max_position_embeddings", None) or config.context_tokens_max
         self._context_tokens_max = min(config.context_tokens_max, position_count)
+        if position_count < config.context_tokens_max:
+            log.warning(
+                "model %r has %d positions: turns end there, and not at the %d tokens of --context",
+                config.model,
+                position_count,
+                config.context_tokens_max,
+            )
         self._vocabulary_size = text_config.vocab_size
         self._store = ParameterStore(model)
         tokenizer, reason = find_tokenizer(config.model)

@@ -301,6 +301,21 @@ def test_a_worker_of_the_same_files_under_another_path_holds_the_model_and_a_nam
     assert found[0].code == "other_model" and "w1 holds another model under the name '/a/m'" in found[0].text
 
 
+def test_a_run_that_hangs_in_its_environment_does_not_wait_for_workers_that_serve_another() -> None:
+    # Given a run all of whose trajectories are in their environment, and whose workers have a lease for another one
+    elsewhere = {"leases": (lease(run_id="r2"),), "others": (OTHER,)}
+    hangs = scene(status(0, 2), *ALL, quiet_s=61.0, **elsewhere)  # type: ignore[arg-type]
+    (cause,) = diagnose(hangs, "r1")
+    assert (cause.code, cause.kind) == ("stalled", "passing")
+    assert (
+        cause.text
+        == "2 trajectories of run 'r1' are in the environment 'frozenlake', and for 61 s nothing has come of it"
+    )
+    # But where some wait for an agent or a turn, they wait for those workers too
+    for waits in (status(1, 2), status(0, 2, ready=1)):
+        assert "takes_turns" in codes(diagnose(replace(hangs, runs={"r1": waits, "r2": OTHER}), "r1"))
+
+
 def test_a_worker_that_fell_silent_is_gone_and_one_whose_lease_has_ended_has_none() -> None:
     seen = scene(None, *ALL, leases=HELD)
     silent = replace(seen, workers={**seen.workers, "w1": (WORKER, 6_000)})
