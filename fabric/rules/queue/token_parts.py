@@ -90,7 +90,7 @@ def whole(found: Sequence[TokenLog | None]) -> TokenLog | None:
     first, *rest = found
     if first is None:
         return None
-    made = replace(first, base="")
+    made = replace(first, start=0, base="")
     for part in rest:
         if part is not None and (part.base, part.start) == (first.base, len(made.completion_ids)) and first.base:
             made = followed(made, part)

@@ -115,6 +115,7 @@ def test_a_turn_that_is_given_back_whole_has_no_parts_of_before() -> None:
     same(whole(parts), log_of(30))
     same(whole([log_of(20), *parts[1:]]), log_of(20))
     assert whole([None, *parts[1:]]) is None
+    same(whole([replace(log_of(10), start=7), None, None]), log_of(10))  # somebody wrote it there
     same(whole([replace(log_of(10), base="2.10"), *parts[1:]]), log_of(10))
 
 
