@@ -81,7 +81,8 @@ class ChainReader:
         there = sorted(readable_versions(head, [item.link for item in self._known.values()]))
         if goal not in there and (goal != head or head < 0):
             known = f"held are {_ranges(there)}" if there else "nothing is published yet: publish a version first"
-            raise VersionUnknown(f"version {goal} of run {self.run_id!r} is not held: {known}", version=goal, head=head)
+            what = f"version {goal} of run {self.run_id!r}" if goal >= 0 else f"the head of run {self.run_id!r}"
+            raise VersionUnknown(f"{what} is not held: {known}", version=goal, head=head)
 
     async def plan(self, have: int | None, goal: int, *, epoch: int | None = None) -> list[WeightManifest]:
         """Return manifests that lead from `have` to `goal`, in the order to stage them.
