@@ -38,7 +38,9 @@ from .image_parts import images_in, without_files
 from .messages import Message, Tool, canonical, check_messages, check_options, check_tools, same
 from .template import ChatTemplate
 
-TRIED_COUNT_MAX = 16  # paths that an ask tries where several read the same to its client; each costs two renderings
+TRIED_COUNT_MAX = (
+    16  # paths that an ask tries where several read the same to its client; each costs a rendering, or two
+)
 TEXT = "text"  # the setting of nodes without messages; those of chat are digests
 CONVERSATION_BYTES_MAX = 48 * MIB  # of tokens and messages: a rollout may have 64 MiB, with spans and JSON
 
@@ -100,7 +102,7 @@ class Ask:
     """What to ask the engine for. Hand it back with each of its answers.
 
     context_ids: int32 (T,), the whole context, with its images. added_ids: its end, which is not on the parent's path.
-    messages: all of them, ours where they were recorded. digest: equal for a repeated ask.
+    messages: all of them, ours where they were recorded. digest: of setting and messages.
     """
 
     parent: int
@@ -137,6 +139,15 @@ class _Match(NamedTuple):
 
     answers: tuple[int, ...] = ()
     messages: tuple[Message, ...] = ()
+
+
+class _Try(NamedTuple):
+    """What an ask would be behind some answer: all messages, their rendering, and their digest."""
+
+    answers: tuple[int, ...]
+    messages: tuple[Message, ...]
+    text: str
+    digest: str
 
 
 class _Place(NamedTuple):
@@ -204,29 +215,32 @@ class Conversation:
                 assistant's.
             PayloadTooLarge: one of them is too large.
         """
-        sent, offered = self.take(messages), tuple(check_tools(tools))
+        return self.ask_taken(self.take(messages), tools, options)
+
+    def ask_taken(self, sent: Sequence[Message], tools: Any = None, options: Mapping[str, Any] | None = None) -> Ask:
+        """Ask as `ask` does with messages that `take` returned, or that an answer has: they are not checked again."""
+        offered = tuple(check_tools(tools))
         if sent[-1]["role"] == "assistant":
             raise InputError(
                 f"message {len(sent) - 1}, the last, is the assistant's: an answer that a client began is not "
                 "continued; end with a user's or a tool's message"
             )
         setting = _hex(canonical([offered, check_options(options)]))
-        tries: list[tuple[tuple[int, ...], tuple[Message, ...], str]] = []
+        tries: list[_Try] = []
         texts: dict[str, str] = {}  # by the digest of what was recorded
         for answers, recorded in self._matches(sent, setting):
             whole = (*recorded, *sent[len(recorded) :])
-            said = self.nodes[answers[-1]].digest if answers else ""
+            said = self.nodes[answers[-1]].digest if answers else setting
             if said not in texts:
                 texts[said] = self._template.render(whole, offered, answer=True, options=options)
-            tries.append((answers, whole, texts[said]))
+            tries.append(_Try(answers, whole, texts[said], _behind(said, sent[len(recorded) :])))
         for part in (slice(-1, None), slice(None, -1)):  # the deepest answers of all first
-            for answers, whole, text in tries:
-                for index in reversed(answers[part]):
-                    rest = self._rest_after(index, whole, offered, options, text)
+            for each in tries:
+                for index in reversed(each.answers[part]):
+                    rest = self._rest_after(index, each.messages, offered, options, each.text)
                     if rest is not None:
-                        return self._new_ask(index, whole, offered, setting, text, rest)
-        _, whole, text = tries[0]
-        return self._new_ask(-1, whole, offered, setting, text, None)
+                        return self._new_ask(index, each, offered, setting, rest)
+        return self._new_ask(-1, tries[0], offered, setting, None)
 
     def ask_text(self, text: str, encode: Callable[[str], Int32]) -> Ask:
         """Find where a plain text goes on: after the longest recorded text, with its answer, that it begins with.
@@ -297,7 +311,7 @@ class Conversation:
             sides=parts(sides, 0, len(ids)),
             messages=() if ask.is_text else (message,),
             setting=ask.setting,
-            digest=_hex(f"{ask.digest} {canonical(message)}"),
+            digest=_behind(ask.digest, [message]),
             prompt=Prompt.of(ask.text + text if ask.is_text else ask.text),
             is_answer=True,
             is_open=finish_reason == "stop" and end is not None,
@@ -359,7 +373,7 @@ class Conversation:
         starts = np.cumsum([0, *(len(node.ids) for node in path)]).tolist()
         return [each for node, start in zip(path, starts, strict=False) for each in _moved(node.images, by=start)]
 
-    def _matches(self, sent: list[Message], setting: str) -> list[_Match]:
+    def _matches(self, sent: Sequence[Message], setting: str) -> list[_Match]:
         """Find the deepest paths whose messages begin the sent ones, each to an answer.
 
         There are several where answers read the same to the client, which may have dropped their reasoning: open ones
@@ -392,17 +406,21 @@ class Conversation:
 
         None: the answer is not open (what was asked never is), or the template would write what came before in another
         way than it stands on the path. `text`, the rendering of all messages, must begin with the prompt that the
-        engine saw, and then with the answer as the template writes it up to there: saying what the answer says, and
-        ending it with the same token, unless the next message begins with that token, as it does in some families.
+        engine saw, and then with the answer: word for word, or else as the template writes it up to there, saying what
+        the answer says, and ending it with the same token, unless the next message begins with that token, as it does
+        in some families.
         """
         node = self.nodes[index]
         if not node.is_open or not node.prompt.begins(text):
             return None
+        end = self._template.ends[int(node.ids[-1])]
+        made = self._template.decode(node.ids[:-1]) + end
+        if text.startswith(made, node.prompt.length):  # so are most, and need no second rendering
+            return end, text[node.prompt.length + len(made) :]
         try:
             before = self._template.render(whole[: self._message_count(index)], tools, answer=False, options=options)
         except InputError:  # some templates want a user's message at the end
             return None
-        end = self._template.ends[int(node.ids[-1])]
         found = before.find(end, node.prompt.length)
         kept = before[: found if found >= 0 else len(before)]
         if len(kept) < node.prompt.length or not text.startswith(kept + end) or not self._says(kept, node, tools):
@@ -420,28 +438,22 @@ class Conversation:
         return same(_stripped(node.messages[-1]), _stripped(again))
 
     def _new_ask(
-        self,
-        parent: int,
-        whole: Sequence[Message],
-        tools: tuple[Tool, ...],
-        setting: str,
-        text: str,
-        rest: tuple[str, str] | None,
+        self, parent: int, tried: _Try, tools: tuple[Tool, ...], setting: str, rest: tuple[str, str] | None
     ) -> Ask:
-        written = self._template.encode(text) if rest is None else self._template.encode(rest[1], after=rest[0])
+        written = self._template.encode(tried.text) if rest is None else self._template.encode(rest[1], after=rest[0])
         before, images = self.ids(parent), self._images(parent)
-        left = [part["digest"] for part in images_in(whole)][len(images) :]
+        left = [part["digest"] for part in images_in(tried.messages)][len(images) :]
         added, places = self._template.places(written, [(digest, self.files[digest]) for digest in left])
         return Ask(
             parent=parent,
             added_ids=added,
             context_ids=np.concatenate((before, added)),
             images=(*images, *_moved(places, by=len(before))),
-            messages=tuple(whole),
+            messages=tried.messages,
             tools=tools,
             setting=setting,
-            digest=_hex(canonical([setting, list(whole)])),
-            text=text,
+            digest=tried.digest,
+            text=tried.text,
         )
 
     def _message_count(self, index: int) -> int:
@@ -612,6 +624,13 @@ def _stripped(message: Message) -> Message:
     texts = {key: message.get(key, "").strip() for key in ("content", "reasoning_content")}
     calls = [{"function": call["function"]} for call in message.get("tool_calls", [])]
     return {"role": message["role"], **texts, "tool_calls": calls}
+
+
+def _behind(digest: str, messages: Iterable[Message]) -> str:
+    """Return the digest of a path that goes on with these messages."""
+    for message in messages:
+        digest = _hex(f"{digest} {canonical(message)}")
+    return digest
 
 
 def _hex(text: str) -> str:

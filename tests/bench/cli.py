@@ -29,6 +29,7 @@ PLAIN = {
     "placement": "What the broker pays to give out one job, by how many workers and trajectories there are.",
     "resume": "Turns taken from one worker in the middle: how soon they go on at another, and whether exactly.",
     "saving": "What a long turn costs the broker while its tokens are saved: in parts, over whole every time.",
+    "conversation": "What a turn of a long chat costs its agent, over rendering and encoding all of it anew.",
     "page": "The page and its api before a large fabric: how fast they answer, and what they cost the broker.",
     "evaluation": "What an evaluation costs the training's groups beside it, over the same in a fabric of its own.",
     "sim": "A simulated cluster of up to 112 GPUs: production's rules beside others, and how fast that is.",

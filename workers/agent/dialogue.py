@@ -109,7 +109,7 @@ class Dialogue:
 
     def _asked(self) -> Ask:
         if self._ask is None:
-            self._ask = self._conversation.ask(self._messages, self._tools)
+            self._ask = self._conversation.ask_taken(self._messages, self._tools)
         return self._ask
 
     def _say(self, messages: list[Message]) -> None:

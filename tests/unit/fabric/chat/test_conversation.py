@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 from unittest import mock
@@ -497,13 +498,45 @@ def test_spans_and_log_probabilities_stay_with_their_tokens() -> None:
     assert not conversation.nodes[node.parent].logprobs.any()
 
 
-def test_a_template_that_writes_no_history_that_ends_with_an_answer_branches() -> None:
+@pytest.mark.parametrize(
+    ("text", "goes_on"), [("one", True), ('<tool_call>\n{"name":"look","arguments":{}}\n</tool_call>', False)]
+)
+def test_a_template_that_writes_no_history_that_ends_with_an_answer_goes_on_after_one_that_stands_word_for_word(
+    text: str, goes_on: bool
+) -> None:
     family = FAMILIES["qwen2.5"]
     guard = "{%- if messages[-1].role != 'user' %}{{- raise_exception('a user must be last') }}{% endif %}"
     conversation = Conversation(ChatTemplate(build_tokenizer(dataclasses.replace(family, template=guard + QWEN25))))
-    answer = made(conversation.ask([USER]), conversation, "one<|im_end|>", family="qwen2.5")
+    answer = made(conversation.ask([USER]), conversation, f"{text}<|im_end|>", family="qwen2.5")
 
-    assert not conversation.ask([USER, answer.message, MORE]).is_continued
+    assert conversation.ask([USER, answer.message, MORE]).is_continued == goes_on
+
+
+def test_an_answer_that_stands_word_for_word_costs_no_second_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_template("qwen2.5")
+    conversation = Conversation(chat)
+    answer = made(conversation.ask([USER]), conversation, "one<|im_end|>", family="qwen2.5")
+    rendered: list[int] = []
+    render = chat.render
+
+    def counted(messages: Sequence[Message], *args: Any, **options: Any) -> str:
+        rendered.append(len(messages))
+        return render(messages, *args, **options)
+
+    monkeypatch.setattr(chat, "render", counted)
+
+    assert conversation.ask([USER, answer.message, MORE]).is_continued
+    assert rendered == [3]
+
+
+def test_the_digest_of_an_ask_is_of_its_messages_whether_some_were_recorded_or_not() -> None:
+    recorded, fresh = Conversation(chat_template("qwen2.5")), Conversation(chat_template("qwen2.5"))
+    answer = made(recorded.ask([USER]), recorded, "one<|im_end|>", family="qwen2.5")
+    said = [USER, answer.message, MORE]
+
+    assert recorded.ask(said).digest == recorded.ask(said).digest == fresh.ask(said).digest
+    assert recorded.ask(said).digest != recorded.ask([USER, answer.message, USER]).digest
+    assert recorded.ask(said).digest != recorded.ask(said, options={"enable_thinking": False}).digest
 
 
 def test_a_conversation_without_an_answer_is_recorded_as_nothing() -> None:
