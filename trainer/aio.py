@@ -362,8 +362,8 @@ class AsyncRun:
                 and their slots are free within a second. Default: every trajectory must end.
             priority: 0 first, 1, 2 last. Trajectories that have begun go before new ones.
             deadline: seconds after which a group is complete with the rollouts it has, even none.
-            group_ids: names to use, one per task; pushing the same name again changes nothing, so a restarted
-                trainer may repeat itself. Default: new names.
+            group_ids: names to use, one per task; pushing the same name and task again changes nothing, so a
+                restarted trainer may repeat itself. Default: new names.
             timeout: seconds to wait while the run is full (back-pressure).
 
         Returns:
@@ -371,11 +371,12 @@ class AsyncRun:
 
         Raises:
             InputError, PayloadTooLarge: names the task; nothing of this call was pushed.
+            InputError: a name of group_ids belongs to a group with another task, which nobody consumed yet.
             EngineUnsupported: every live worker of the model would refuse the run's sampling; nothing was pushed.
             QueueFull: still full after `timeout`, or a group is larger than the run's limit.
             BrokerError, RunUnknown: as they say.
 
-            All but InputError say in their text, and in `facts`, which groups were taken in: group_ids (all of this
+            All but the first say in their text, and in `facts`, which groups were taken in: group_ids (all of this
             call), taken, refused, doubtful (their answer was lost). An interrupt or a cancellation has this as a note.
             Repeat the call with these group_ids to push the rest.
         """

@@ -24,15 +24,22 @@ from ..broker.clients.waiting import first_found
 from ..broker.connection import translate
 from ..contract.agreement import TokenDifferences
 from ..contract.clock import Clock, SystemClock
-from ..contract.errors import BrokerError, FabricError, FirstError
+from ..contract.errors import BrokerError, FabricError, FirstError, WireError
 from ..contract.ids import group_of, new_worker_id, trajectory_id
 from ..contract.records import DeadLetter, Failure, Group, Rollout, RunConfig
-from ..contract.wire import dump_json
+from ..contract.wire import dump_json, load_json
 from ..ports.queue import ConsumerBeat, Delivery, GroupPush
 from ..rules.queue.dead import VERDICTS, DeadVerdict
 from ..rules.queue.keeping import KEPT_COUNT_MAX, to_drop
 from ..rules.queue.length import task_name
-from ..rules.queue.push import DEAD_COUNT_MAX, outcome, too_many_bytes, too_many_dead, too_many_open
+from ..rules.queue.push import (
+    DEAD_COUNT_MAX,
+    another_task,
+    outcome,
+    too_many_bytes,
+    too_many_dead,
+    too_many_open,
+)
 from ..rules.queue.retries import NO_LETTER, RERUN_COUNT_MAX, is_stale, not_held, too_stale
 from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER, RunShards, ShardKeys
 from .rows import BadRows, GroupFacts, given_up_row, is_job_name, kept_row, letter_row, rollout_rows
@@ -82,7 +89,7 @@ class RedisRolloutStream:
         gone = await unknown_run(self._client, self._run.run_id) if is_gone else None
         names = [group.group_id for group in groups]
         doubtful = [name for name, answer in zip(names, answers, strict=True) if isinstance(answer, FabricError)]
-        verdicts = [self._verdict(answer, gone) for answer in answers]
+        verdicts = [self._verdict(group, answer, gone) for group, answer in zip(groups, answers, strict=True)]
         return outcome(dict(zip(names, verdicts, strict=True)), doubtful)
 
     async def known(self, group_ids: Sequence[str]) -> list[bool]:
@@ -117,7 +124,7 @@ class RedisRolloutStream:
 
     def _push_call(self, group: GroupPush) -> Call:
         keys = self._shards.of(group.group_id)
-        facts = dump_json({"task_id": group.task_id, "task": group.task})
+        facts = dump_json(_facts(group))
         size = len(group.jobs)
         deadline_ms = 0 if group.deadline_s is None else max(1, int(group.deadline_s * 1000))
         args: list[Any] = [group.group_id, size, group.quorum or size, group.priority, deadline_ms, facts]
@@ -126,7 +133,7 @@ class RedisRolloutStream:
             args += [job.trajectory_id, job.encode()]
         return "push_group", [keys, keys.of_group(group.group_id)], args
 
-    def _verdict(self, answer: Any, gone: FabricError | None) -> bool | FabricError:
+    def _verdict(self, group: GroupPush, answer: Any, gone: FabricError | None) -> bool | FabricError:
         """Say whether the group was new, or why it was refused; `gone`: the error if there is no such run."""
         if isinstance(answer, FabricError):
             return answer
@@ -137,7 +144,10 @@ class RedisRolloutStream:
             return gone
         refusals: dict[int, Callable[..., FabricError]] = {-1: too_many_open, -3: too_many_dead, -4: too_many_bytes}
         refusal = refusals.get(answer[0])
-        return bool(answer[0]) if refusal is None else refusal(self._run.run_id, *answer[1:])
+        if refusal is not None:
+            return refusal(self._run.run_id, *answer[1:])
+        is_other = not answer[0] and answer[1] and _is_other(group, answer[1])
+        return another_task(self._run.run_id, group.group_id) if is_other else bool(answer[0])
 
     async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
         is_new = consumer not in self._known_names
@@ -473,6 +483,18 @@ class RedisRolloutStream:
             ]
             answers = checked(await self._scripts.channel.ask_many(asked))
         return {name: "done" if answer else "unknown" for name, answer in zip(names, answers, strict=True)}
+
+
+def _facts(group: GroupPush) -> dict[str, Any]:
+    return {"task_id": group.task_id, "task": group.task}
+
+
+def _is_other(group: GroupPush, known: bytes) -> bool:
+    """Tell whether a group's row is of another task; not if it cannot be read."""
+    try:
+        return bool(load_json(known) != _facts(group))
+    except WireError:
+        return False
 
 
 def _translated(error: Exception) -> FabricError:

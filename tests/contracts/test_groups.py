@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from rollfab.fabric.contract.errors import ClaimLost, QueueFull
+from rollfab.fabric.contract.errors import ClaimLost, InputError, QueueFull
 from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import DeadLetter, Failure, Span, TokenLog
 from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnProgress
@@ -450,6 +450,22 @@ async def test_a_refused_push_says_which_groups_are_in(world: World) -> None:
     with pytest.raises(QueueFull):
         await world.rollouts.push([group_of_size(name, size) for name, size in sizes.items()])
     assert (await world.board.run_status("r1")).depth == 18
+
+
+async def test_a_name_that_is_another_tasks_is_refused_and_the_same_task_changes_nothing(world: World) -> None:
+    one, two = group_of_size("g1", 2), group_of_size("g2", 2)
+    await world.rollouts.push([one])
+    other = dataclasses.replace(one, task={**one.task, "question": "another"})
+
+    with pytest.raises(
+        InputError, match="'g1' is in run 'r1' already, with another task: give this one a name"
+    ) as info:
+        await world.rollouts.push([other, two])
+    assert (info.value.facts["refused"], info.value.facts["taken"]) == (["g1"], ["g2"])
+
+    assert await world.rollouts.push([dataclasses.replace(one, task=dict(reversed(one.task.items())))]) == [False]
+    assert {each.job.group_id for each in await world.trajectories.claim("a1", 9)} == {"g1", "g2"}
+    assert (await world.rollouts.known(["g1", "g2"])) == [True, True]
 
 
 async def test_a_run_that_keeps_stale_rollouts_delivers_them(world: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...contract.errors import FabricError, QueueFull, RunUnknown
+from ...contract.errors import FabricError, InputError, QueueFull, RunUnknown
 from ...contract.text import counted, did_you_mean
 
 DEAD_COUNT_MAX = 10_000  # per shard; each holds a task and a traceback, so this bounds them to tens of megabytes
@@ -49,6 +49,15 @@ def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
         f"{run_id}`, then retry or discard some: `rollfab dead retry`",
         depth=depth,
         limit=limit,
+    )
+
+
+def another_task(run_id: str, group_id: str) -> InputError:
+    """Make the error for a group whose name the run knows for another task."""
+    return InputError(
+        f"group {group_id!r} is in run {run_id!r} already, with another task: give this one a name of its own in "
+        "group_ids, or leave group_ids out",
+        group_id=group_id,
     )
 
 

@@ -1,7 +1,7 @@
 -- push_group(group_id, size, quorum, priority, deadline_ms | 0, task, dead_count_max, task_name | '',
 --   nearest_first 0 | 1, then per trajectory: id, job)
 -- Take a group and all its trajectories in, once. At the broker's memory limit it is refused whole.
--- Returns {1} taken · {0} known already · {-1, depth, depth_max, size} · {-2} no such run ·
+-- Returns {1} taken · {0, its task where that is another, or ''} known already · {-1, depth, depth_max, size} · {-2} no such run ·
 -- {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight}; below 0 nothing is written
 -- keys shard.clock shard.consumed shard.counters shard.dead shard.late shard.lengths shard.open shard.run group.row
 -- keys trajectory.bell trajectory.job trajectory.ready trajectory.record
@@ -9,7 +9,8 @@
 local group_id, size, task = ARGV[1], tonumber(ARGV[2]), ARGV[6]
 if redis.call('EXISTS', group.row) == 1 or redis.call('ZSCORE', shard.consumed, group_id) then
   tally(shard.run, 'depth', 0)  -- a write, for the WAIT that may follow to wait for
-  return {0}
+  local known = redis.call('HGET', group.row, 'task')
+  return {0, known ~= task and known or ''}
 end
 
 local limits = redis.call('HMGET', shard.run, 'depth', 'depth_max', 'bytes', 'bytes_max')
