@@ -56,6 +56,7 @@ from .checks import (
     check_groups,
     check_peek,
     check_run,
+    check_same_group,
     check_settings,
     check_tasks,
     check_text,
@@ -332,6 +333,7 @@ class AsyncRun:
         self._ports = ports
         self.config = config
         self._publisher: Publisher | None = None
+        self._group: Any = None  # of ranks, that its publisher was made with
         rollouts = ports.rollouts(config)
         self._ledger = Ledger(rollouts, run_id=config.run_id, open_ledgers=open_ledgers, spans=spans)
         self._waiting = Waiting(ports.board, config.run_id)
@@ -491,12 +493,15 @@ class AsyncRun:
         self._home.check()
         check_flags("publish", keyframe=keyframe, allow_nonfinite=allow_nonfinite)
         check_choice("publish", "compares_on", compares_on, get_args(ComparesOn))
+        if self._publisher is not None:
+            check_same_group(group, self._group)
         if isinstance(named, (str, os.PathLike)):
             named = await asyncio.to_thread(given_of, named) if group is None else named  # a disk may hang
         elif group is None:
             named = given_of(named)  # with a group, a rank that fails here would leave others waiting
         await self._ledger.go_on()
         if self._publisher is None:
+            self._group = group
             self._publisher = Publisher(
                 self._ports.weights,
                 self.config.run_id,

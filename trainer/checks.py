@@ -141,6 +141,16 @@ def check_choice(where: str, name: str, value: Any, choices: Sequence[str]) -> N
     _require(where, name, value, (" or ".join(choices), lambda value: isinstance(value, str) and value in choices))
 
 
+def check_same_group(group: Any, first: Any) -> None:
+    """Require the ranks that published first: a model is published by the same ones each time. Raises InputError."""
+    if type(group) is not type(first):
+        raise InputError(
+            f"publish: group is {_shown(group)}, and was {_shown(first)} when this run was first published to from "
+            "here: give the same each time",
+            name="group",
+        )
+
+
 def check_groups(where: str, groups: Any) -> list[Group]:
     """Require groups as the run delivers them, and return them as a list. Raises InputError: names what is none."""
     if isinstance(groups, Group) or not isinstance(groups, Iterable):
@@ -156,6 +166,8 @@ def check_tasks(where: str, tasks: Any) -> Iterator[Any]:
     """Require something to take tasks from; return the iterator. Raises InputError."""
     if isinstance(tasks, (str, bytes, Mapping)) or not isinstance(tasks, Iterable):
         raise InputError(f"{where} is {type(tasks).__name__}, expected a list or an iterator of dicts", name=where)
+    for index, task in enumerate(tasks if isinstance(tasks, (list, tuple)) else ()):
+        check_task(task, index)
     return iter(tasks)
 
 

@@ -416,8 +416,9 @@ class Groups:
 
 
 def name_of(work: Coroutine[Any, Any, Any]) -> str:
-    """Return the name of a call for people: the method's name."""
-    return str(getattr(work, "__qualname__", work))
+    """Return the name of a call for people: the method's, as a caller of this module wrote it."""
+    name = str(getattr(work, "__qualname__", work)).removeprefix("Async")
+    return {"Run.submit_noting": "Run.submit", "Groups.__anext__": "the next of Run.groups"}.get(name, name)
 
 
 def connect(url: str | None = None, *, data_directory: str | Path | None = None) -> Fabric:

@@ -63,7 +63,13 @@ def _check(
     if json:
         show_json({"path": str(file), "is_right": True, "roles": list(tables), "setting_count": count})
         return
-    show(f"{file} is right: {counted(count, 'setting')} of {', '.join(tables) or 'no role'}")
+    if not tables:
+        show(
+            f"{file} sets nothing: every role would run as if it were not given. A role's settings stand in a table of "
+            f"its name: {', '.join(f'[{name}]' for name in TABLES)}"
+        )
+        return
+    show(f"{file} is right: {counted(count, 'setting')} of {', '.join(tables)}")
 
 
 def _effective(context: typer.Context, role: str, file: Path | None) -> tuple[Any, dict[str, dict[str, Any]]]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ...fabric.contract.errors import WeightError
+from ...fabric.contract.errors import InputError, WeightError
 from .messages import MESSAGE_BYTES_MAX, RankMessage
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,11 @@ class RankExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise InputError(
+                f"publish: group is {type(group).__name__}, expected one of torch.distributed, such as its group.WORLD",
+                name="group",
+            )
         self.rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
         self.size = len(self._ranks)

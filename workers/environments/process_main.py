@@ -120,7 +120,7 @@ class Stage:
             advice = "" if inspect.isclass(self._factory) else AGENT_ADVICE
             raise Refused("options", str(error) + advice) from error
         if not (hasattr(self._world, "reset") and hasattr(self._world, "step")):
-            raise Refused("answer", f"a {type(self._world).__name__} was made, which has no reset and step")
+            raise Refused("answer", f"{type(self._world).__name__} was made, which has no reset and step")
         self._is_async = inspect.iscoroutinefunction(self._world.reset)
         return settings(self._world if self._is_async else self._factory)
 

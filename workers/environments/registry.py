@@ -347,7 +347,7 @@ def _adapt(name: str, factory: Any, world: Any) -> Environment:
     """Wrap a plain synchronous object as an Environment, with the settings that its class states."""
     if not (hasattr(world, "reset") and hasattr(world, "step")):
         raise EnvironmentFailed(
-            f"environment {name!r} made a {type(world).__name__}, which has no reset and step", reason="make"
+            f"environment {name!r} made {type(world).__name__}, which has no reset and step", reason="make"
         )
     stated = {key: getattr(factory, key, None) for key in SETTINGS}
     settings = {"name": name, "inline": bool(getattr(factory, "inline", False))}

@@ -24,7 +24,9 @@ FORM = (
     "write redis://[user:password@]host[:port][/database], rediss://… for TLS, unix:///path/to/broker.sock, "
     "redis+cluster://host:port[,host:port…] or redis+sentinel://host:port[,host:port…]/service"
 )
-UNREADABLE = "it cannot be read (a special character in the password? percent-encode it)"
+UNREADABLE = (
+    "it cannot be read (a special character in the password? percent-encode it; a port is a number of at most 65535)"
+)
 SETTINGS = frozenset(
     {
         "db",

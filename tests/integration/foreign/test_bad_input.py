@@ -301,6 +301,11 @@ BAD_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a filter that is none": (lambda run: run.groups(keep=5), "groups: keep is int, expected varied, or a function"),
     "a refill that is none": (lambda run: run.groups(refill=5), "refill is int, expected a list or an iterator"),
     "one task to refill with": (lambda run: run.groups(refill={"seed": 1}), "refill is dict, expected a list"),
+    "a task to refill with that is none": (lambda run: run.groups(refill=[{}, 5]), "task 1 is int, expected a dict"),
+    "no group of ranks": (
+        lambda run: run.publish(WEIGHTS, version=0, group=5),
+        "publish: group is int, expected one of torch.distributed",
+    ),
     "metrics of a number": (lambda run: run.metrics(5), "metrics: groups is int, expected a list of groups"),
     "metrics of rollouts": (lambda run: run.metrics([5]), r"metrics: groups\[0\] is int, expected a group"),
     "a comparison of nothing": (lambda run: run.compare(None, None), "compare: groups is NoneType, expected a list"),
@@ -419,10 +424,29 @@ def test_a_version_that_is_no_whole_number_is_refused(redis: Redis, run: Run, ve
     check_refused(redis, InputError, texts, lambda: run.publish(WEIGHTS, version=version))
 
 
+def test_the_ranks_that_publish_stay_the_same(redis: Redis, run: Run) -> None:
+    run.publish(WEIGHTS, version=0)
+
+    text = "publish: group is 5, and was None when this run was first published to from here: give the same each time"
+    check_refused(redis, InputError, [text], lambda: run.publish(WEIGHTS, version=1, group=5))
+
+
+def test_a_call_after_the_end_of_the_connection_names_itself(url: str) -> None:
+    fabric = rollfab.connect(url)
+    run = fabric.run("closed", model="tiny", environment="frozenlake")
+    groups = run.groups(timeout=0)
+    fabric.close()
+
+    for name, call in {"Run.submit": lambda: run.submit([{}]), "the next of Run.groups": lambda: next(groups)}.items():
+        with pytest.raises(ConfigError, match=f"^{name}: this connection is closed; make another with rollfab.connect"):
+            call()
+
+
 # ---- brokers
 
 BAD_URLS: dict[str, tuple[str, type[FabricError], list[str]]] = {
     "another scheme": ("http://localhost:6379", ConfigError, ["http", "redis, rediss or unix", "write redis://"]),
+    "no port": ("redis://localhost:99999", ConfigError, ["a port is a number of at most 65535"]),
     "unknown setting": ("redis://localhost?retry=1", ConfigError, ["unknown setting 'retry'"]),
     "nobody there": ("redis://:hunter2@127.0.0.1:1", BrokerError, ["127.0.0.1:1"]),
 }

@@ -280,6 +280,11 @@ def test_what_holds_is_shown_with_where_it_comes_from(file: Path, monkeypatch: p
 def test_a_file_is_checked_as_a_whole(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text('[worker]\nslots = 2\nrole = "serving"\n[agent]\ncount = 3\n')
     assert typed("config", "check", str(file)).output.endswith("is right: 3 settings of worker, agent\n")
+    file.write_text("")
+    assert (
+        f"{file} sets nothing: every role would run as if it were not given"
+        in typed("config", "check", str(file)).output
+    )
     file.write_text('[worker]\nrole = "serving"\nprobe = "/dev/shm/x"\nslo_ttft_ms = 3\n')
     assert f"{file}: [worker] --probe needs the serving team's objectives" in refused("config", "check", str(file))
     monkeypatch.setenv("ROLLFAB_WORKER_SLO_TPOT_MS", "3")
