@@ -50,7 +50,7 @@ class RunDemand:
 
     run_id: str
     open_count: int
-    """Trajectories queued or running."""
+    """Slots that it has work for: one for each trajectory queued or running, or fewer where those ask for no turn."""
     dedicated_count: int
     """Slots."""
     borrowed_count: int

@@ -108,7 +108,7 @@ class Controller:
         survey, lends = await self._board.survey(), await self._board.lends()
         workers, silent = self._told_apart(survey)
         facts = self._census.workers(workers.values(), survey, lends, now_s=now_s, wall_ms=survey.wall_ms)
-        runs = [self._census.run(status, now_s) for status in survey.runs.values()]
+        runs = self._census.runs(survey.runs.values(), now_s)
         self._owed = settle(self._owed, self._grants, runs, passed_s, self._config.rule)
         runs = [dataclasses.replace(run, owed=self._owed.get(run.run_id, 0.0)) for run in runs]
         self._advice = advise(facts, runs, self._advice, now_s, self._config.advice)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ SMOOTHING = 0.2  # weight of a new sample
 FAILS_S = 3.0  # that a worker cannot get a run's weights, before other runs go first: a chain may just be mended
 REST_S = 60.0  # for which they do, unless the run has another version
 THINK_S = 5.0  # a run that has asked for no turn for so long wants no slots until it does, however much it has open
+LATELY_S = 0.5  # beside others, a run has work for as many slots as it had turns at once in this time
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Census:
     def __init__(self) -> None:
         self._busy_at_s: dict[str, float] = {}
         self._asked_at_s: dict[str, float] = {}
+        self._turns: dict[str, list[tuple[float, int]]] = {}  # run → turns that it had at once, and when, lately
         self._shut_at_s: dict[str, float] = {}
         self._doubt_at_s: dict[str, float] = {}
         self._withdrawn_at_s: dict[str, float] = {}
@@ -108,6 +111,7 @@ class Census:
         """Make the facts of the rollout workers among these."""
         self._busy_at_s = {name: at_s for name, at_s in self._busy_at_s.items() if name in survey.runs}
         self._asked_at_s = {name: at_s for name, at_s in self._asked_at_s.items() if name in survey.runs}
+        self._turns = {name: counts for name, counts in self._turns.items() if name in survey.runs}
         leased = {
             name: run_id
             for run_id, leases in survey.leases.items()
@@ -192,8 +196,35 @@ class Census:
             return SWITCH_S_MAX
         return SWITCH_S_MAX if now_s - since_s < SWITCH_S_MAX else known_s
 
-    def run(self, status: RunStatus, now_s: float) -> RunFacts:
-        """Make the facts of one run.
+    def runs(self, statuses: Iterable[RunStatus], now_s: float) -> list[RunFacts]:
+        """Make the facts of all runs.
+
+        Where another run of its model asks for turns, a run wants as many slots as it had turns at once lately: what is
+        in its environments would keep a worker idle, and the other waiting.
+        """
+        found = list(statuses)
+        counts = {status.config.run_id: self._turn_count(status, now_s) for status in found}
+        asking = Counter(_pool_key(status) for status in found if counts[status.config.run_id])
+        return [
+            self.run(
+                status,
+                now_s,
+                turn_count=counts[name] if asking[_pool_key(status)] > bool(counts[name]) else None,
+            )
+            for status in found
+            for name in [status.config.run_id]
+        ]
+
+    def _turn_count(self, status: RunStatus, now_s: float) -> int:
+        """Count the turns that a run had at once lately, ready or claimed: the most."""
+        known = self._turns.get(status.config.run_id, [])
+        lately = [(at_s, count) for at_s, count in known if now_s - at_s < LATELY_S]
+        lately.append((now_s, sum(status.turns.values())))
+        self._turns[status.config.run_id] = lately
+        return max(count for _, count in lately)
+
+    def run(self, status: RunStatus, now_s: float, *, turn_count: int | None = None) -> RunFacts:
+        """Make the facts of one run. turn_count: the most slots that it wants; None: one for each open trajectory.
 
         A run whose trajectories all hang or think, or that no agent plays, wants no slots: others would wait for it.
         """
@@ -203,6 +234,8 @@ class Census:
             self._asked_at_s[run_id] = now_s
         if now_s - self._asked_at_s[run_id] >= THINK_S:
             open_count = 0
+        if turn_count is not None:
+            open_count = min(open_count, turn_count)
         if open_count or run_id not in self._busy_at_s:
             self._busy_at_s[run_id] = now_s
         return RunFacts(
@@ -273,6 +306,10 @@ class _Offers:
             return 0, found.reason
         limit = info.slot_count if found.slot_count_max is None else min(found.slot_count_max, info.slot_count)
         return limit, found.reason
+
+
+def _pool_key(status: RunStatus) -> str:
+    return status.config.model_digest or status.config.model
 
 
 def _activation_ms(info: WorkerInfo) -> int:

@@ -57,7 +57,8 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """A run's demand. `open_count`: trajectories queued or running. `idle_s`: how long it has been without any.
+    """A run's demand. `open_count`: slots that it has work for: one for each trajectory queued or running, or fewer
+    where those think (workers/controller/demand.py). `idle_s`: how long it has been without any.
 
     spare_s: how long it has had a worker more than it has work for. is_unfit: a worker could not get its weights.
     owed: seconds of a dedicated slot that it is behind its share so far; below 0: ahead of it.

@@ -11,7 +11,7 @@ from rollfab.fabric.ports.queue import RunStatus, Survey
 from rollfab.fabric.rules.lending.capacity import Grant, WorkerFacts
 from rollfab.fabric.rules.lending.capacity_facts import SWITCH_S_MAX
 from rollfab.workers.controller.controller import Controller, ControllerConfig
-from rollfab.workers.controller.demand import FAILS_S, REST_S, SAMPLE_COUNT_MIN, SPEED_S, Census
+from rollfab.workers.controller.demand import FAILS_S, LATELY_S, REST_S, SAMPLE_COUNT_MIN, SPEED_S, Census
 from tests.standin.fabric import StandInFabric
 
 WORKER = WorkerInfo(worker_id="w", role="dedicated", pid=1, host="h", model="m", slot_count=4)
@@ -66,6 +66,32 @@ def test_a_switch_is_waited_for_while_it_is_under_way_and_takes_as_long_as_the_l
     assert look(610.0, run_id="r1", weights_note="no chain leads to the head") == 0.0
     assert look(611.0, run_id="r1", active_version=0, switch_ms=30_000) == 30.0
     assert look(612.0, run_id="r2", active_version=0, switch_ms=30_000) == SWITCH_S_MAX
+
+
+async def test_beside_a_run_that_asks_for_turns_a_run_wants_slots_for_those_that_it_had_lately_alone() -> None:
+    census, status = Census(), await status_of(24)
+
+    def wants(now_s: float, **turns: int) -> list[int]:
+        made = [
+            replace(
+                status,
+                config=replace(
+                    status.config, run_id=name, model="other" if name == "elsewhere" else status.config.model
+                ),
+                turns={"ready": count, "claimed": 0},
+            )
+            for name, count in turns.items()
+        ]
+        return [run.open_count for run in census.runs(made, now_s)]
+
+    # Given a run that thinks beside nobody who asks for turns of its model, Then it wants a slot for each trajectory
+    assert wants(0.0, slow=0, sound=0, elsewhere=9) == [24, 24, 24]
+    # But beside one that does it wants what it asked for lately, and the other what it wants alone
+    assert wants(1.0, slow=0, sound=5, elsewhere=9) == [0, 24, 24]
+    assert wants(2.0, slow=3, sound=5, elsewhere=9) == [3, 5, 24]
+    assert wants(2.0 + LATELY_S / 2, slow=1, sound=0, elsewhere=9) == [3, 5, 24]
+    assert wants(2.0 + LATELY_S, slow=0, sound=30, elsewhere=9) == [1, 24, 24]
+    assert wants(3.0 + LATELY_S, slow=0, sound=30, elsewhere=9) == [0, 24, 24]
 
 
 async def test_a_run_whose_weights_no_worker_can_get_is_unfit_until_it_is_tried_again() -> None:
