@@ -26,6 +26,7 @@ SAY_AFTER_S = 5.0
 SAY_AGAIN_S = 60.0
 LOOK_EVERY_S = 5.0
 MADE = ("tokens", "turns_settled", "trajectories_completed", "attempts_failed")  # counters that show work
+HELD = "for_trainer"  # complete groups wait, or a live consumer holds them
 POLL_S = 1.0  # an iteration that waits for less is one of many, and asks nobody why
 
 
@@ -119,6 +120,8 @@ class Waiting:
 def _words(cause: Cause, held_count: int) -> str:
     """Write a cause for the trainer that waits, and how many of the groups in question it holds itself."""
     own = f"{counted(held_count, 'group', 'is', 'are')} held by this very `with` block, and acknowledged at its end"
+    if held_count and cause.code == HELD:
+        return f"{cause.text}: {own}. If no others are on their way, end it, or push more tasks"
     return f"{with_commands(cause.words)}. {own}" if held_count else with_commands(cause.words)
 
 

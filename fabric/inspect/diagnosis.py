@@ -43,7 +43,11 @@ CODES: Mapping[str, tuple[Kind, str]] = {
     "takes_turns": ("waits", "the workers of its model serve another run now; runs take turns by weight"),
     "consumer_gone": ("stuck", "complete groups wait, and nobody has asked for them, or who holds them is silent"),
     "clock": ("stuck", "heartbeats lie in the future: the fabric's clock went back"),
-    "attempts_fail": ("stuck", "every attempt that has ended failed"),
+    "attempts_fail": (
+        "stuck",
+        "no trajectory was completed, and those that failed are more than still run; passing while none has failed for "
+        "good, and as many attempts failed as the run has trajectories",
+    ),
     "broker_full": ("stuck", "the broker is at its memory limit"),
     "no_weights": ("stuck", "no version of the weights is published"),
     "nothing_started": ("stuck", "neither a controller nor an agent nor a worker is connected"),
@@ -246,7 +250,18 @@ class _View:
     @property
     def is_in_environment(self) -> bool:
         """Whether all that is under way is in its environment, and no turn is wanted, now or next."""
-        return self.running > 0 and not (self.queued or self.ready or self.claimed)
+        return self.running > 0 and not (self.ready or self.claimed) and not (self.queued and self.has_place)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether an agent would begin a trajectory of the run now."""
+        return any(each.running_count < each.slot_count for each in self.agents)
+
+    @property
+    def is_kept_out(self) -> bool:
+        """Whether nothing of it has begun, and no agent has a place: it has no use for workers before that."""
+        has_begun = self.running or self.ready or self.claimed
+        return bool(self.queued and self.agents) and not (has_begun or self.has_place)
 
     def is_behind(self, info: WorkerInfo) -> bool:
         """Tell whether a worker's weights are too old to take turns of the run."""
@@ -293,12 +308,22 @@ def _nothing_open(view: _View) -> Iterator[Cause]:
 
 
 def _attempts_fail(view: _View) -> Iterator[Cause]:
-    failed = view.count("trajectories_failed")
-    if not failed or view.count("trajectories_completed") or failed <= view.running + view.scoring:
-        return  # those that still run may be of another mind
+    failed, run = view.count("trajectories_failed"), view.config.run_id
+    if view.count("trajectories_completed"):
+        return
+    if failed <= view.running + view.scoring:  # those that still run may be of another mind
+        attempts = view.count("attempts_failed")
+        if attempts and attempts >= view.open_count > 0:
+            yield view.cause(
+                "attempts_fail",
+                f"{counted(attempts, 'attempt')} of {view.name} failed, and no trajectory was completed: each begins "
+                "anew until it has had all its attempts",
+                f"Read why in the logs of its agents; what failed for good stands in `rollfab dead ls --run {run}`",
+                kind="passing",
+            )
+        return
     reason = view.details.dead_reason if view.details is not None else None
     why = f": {_plain(reason)}" if reason else ""
-    run = view.config.run_id
     yield view.cause(
         "attempts_fail",
         f"{_all(failed, 'trajectory')} of {view.name} that {'has' if failed == 1 else 'have'} ended failed, and none "
@@ -453,12 +478,13 @@ def _unleased(view: _View) -> Iterator[Cause]:
     """Say why no worker of the model has a lease for the run."""
     if view.leased or view.run.head_version < 0 or view.is_in_environment:
         return
+    unsaid = ("takes_turns", "no_lease") if view.is_kept_out else ()
     reasons: dict[str, list[str]] = {}
     for each in islice(view.holders.values(), ASKED_COUNT):
         code, reason = _why_unleased(view, each)
         reasons.setdefault(code, []).append(f"{_plain(each.worker_id)}: {_plain(reason)}")
     for code, (text, step) in _LEASE_WORDS.items():
-        if code in reasons:
+        if code in reasons and code not in unsaid:
             # nobody has to lend while a worker starts: what it waits for passes without anybody
             kind: Kind | None = "passing" if code == "lend_off" and "worker_loading" in reasons else None
             named = "; ".join(reasons[code][:NAME_COUNT])
@@ -582,7 +608,7 @@ def _agent(view: _View) -> Iterator[Cause]:
         first, error = view.agents[0].worker_id, view.agents[0].error or ""
         text = f"no agent can serve {view.name}. {_plain(first)}: {_plain(error[error.index(_refusal(view)) :])}"
         yield view.cause("agent_failed", text, "Put the model's files where agents can read them; they try again")
-    elif all(each.running_count >= each.slot_count for each in view.agents):
+    elif not view.has_place:
         others = [
             run_id
             for run_id, status in view.scene.runs.items()
@@ -593,7 +619,8 @@ def _agent(view: _View) -> Iterator[Cause]:
             f"{_all(places, 'place')} for environments {'is' if places == 1 else 'are'} taken, {view.name} has none of "
             f"them: {_names(others)} {'runs' if len(others) == 1 else 'run'} there"
         )
-        yield view.cause("agents_full", text, "Start another agent: `rollfab agent`")
+        start = f"`rollfab agent`, with `--environment {environment}=module:attr` where that is one of your own"
+        yield view.cause("agents_full", text, f"Start another agent that offers it: {start}")
     elif is_remote:
         does = "waits" if view.queued == 1 else "wait"
         yield view.cause(

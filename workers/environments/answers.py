@@ -19,7 +19,7 @@ from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
 from ...fabric.contract.sampling import TOKEN_ID_MAX, is_whole
 from ...fabric.contract.wire import check_size, dump_json
 from .base import Observation, Step, show
-from .process_main import Refused, fit
+from .process_main import Refused, fit, flag
 from .spawn import ROW_LIMITS
 
 BRIEF = 16 * KIB  # characters, or values: a thread checks, tokenises and encodes anything longer
@@ -53,8 +53,12 @@ async def check_step(answer: Any, where: str, *, is_chat: bool) -> Step:
     if answer.messages and not is_chat:
         advice = "begin it with messages, or answer with a text"
         raise _failed(where, "step", f"gave messages, though the episode began with a text: {advice}")
+    try:
+        terminated, truncated = (flag("step", name, getattr(answer, name)) for name in ("terminated", "truncated"))
+    except Refused as error:
+        raise EnvironmentFailed(f"{where}: {error}", reason="step") from error
     row = await _check(where, "step", {"text": answer.text, "info": answer.info, "messages": answer.messages or []})
-    return Step(reward=answer.reward, terminated=answer.terminated, truncated=answer.truncated, **row)
+    return Step(reward=answer.reward, terminated=terminated, truncated=truncated, **row)
 
 
 def _is_said(answer: Observation | Step) -> bool:

@@ -248,7 +248,7 @@ class GymEnvironment(Environment):
                 reason="step",
             )
         text, reward, terminated, truncated, info = answer
-        return Step(str(text), reward, bool(terminated), bool(truncated), dict(info))
+        return Step(str(text), reward, terminated, truncated, dict(info))
 
     async def snapshot(self) -> dict[str, Any]:
         """Return the wrapped object's own snapshot, if it can make one."""

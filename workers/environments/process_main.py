@@ -153,7 +153,7 @@ class Stage:
         else:
             form = "(observation, reward, terminated, truncated, info)"
             raise Refused("answer", f"step gave {show(answer)}, expected {form}")
-        row["terminated"], row["truncated"] = bool(row["terminated"]), bool(row["truncated"])
+        row.update({name: flag("step", name, row[name]) for name in ("terminated", "truncated")})
         row["reward"] = number(row["reward"])
         return self._fit("step", row)
 
@@ -170,7 +170,7 @@ class Stage:
         reward = answer.get("reward")
         reward = None if reward is None else number(reward)
         row: dict[str, Any] = {"text": "", "reward": reward, "info": answer.get("info") or {}, "messages": []}
-        return self._fit("play", {**row, "truncated": bool(answer.get("truncated"))})
+        return self._fit("play", {**row, "truncated": flag("play", "truncated", answer.get("truncated", False))})
 
     def _fit(self, what: str, row: dict[str, Any]) -> dict[str, Any]:
         return fit(what, row, self._limits)
@@ -234,6 +234,17 @@ def chat_of(answer: Any, name: str) -> Any:
     """Return the messages, tools or ids of an answer; none where it says None, or has no such attribute."""
     value = getattr(answer, name, None)
     return [] if value is None else value
+
+
+def flag(what: str, name: str, value: Any) -> bool:
+    """Return what should be True or False as that; 0, 1 and numpy's are taken. Raises Refused: it is neither."""
+    try:
+        is_flag = not isinstance(value, str) and bool(value == bool(value))
+    except Exception:  # noqa: BLE001 - of another class's own ways: it is neither
+        is_flag = False
+    if not is_flag:
+        raise Refused("answer", f"{what}: its {name} is {show(value)}, expected True or False")
+    return bool(value)
 
 
 def number(reward: Any) -> Any:

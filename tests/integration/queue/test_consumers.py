@@ -208,7 +208,11 @@ def test_a_block_that_waits_for_more_than_there_is_is_told_what_it_holds_itself(
     complete(url, *NAMES)
     with fabric.run("r").groups(count=9, timeout=5.5) as groups:
         assert len(list(groups)) == 5
-    assert groups.ended_why.endswith("5 groups are held by this very `with` block, and acknowledged at its end")
+    assert groups.ended_why.endswith(
+        "5 groups are held by this very `with` block, and acknowledged at its end. If no others are on their way, end "
+        "it, or push more tasks"
+    )
+    assert "Wait until it acknowledges" not in groups.ended_why, "nobody waits for himself"
 
 
 def test_a_consumer_that_is_started_again_gets_all_it_held_at_once(url: str, fabric: Fabric) -> None:

@@ -316,6 +316,31 @@ def test_a_run_that_hangs_in_its_environment_does_not_wait_for_workers_that_serv
         assert "takes_turns" in codes(diagnose(replace(hangs, runs={"r1": waits, "r2": OTHER}), "r1"))
 
 
+def test_a_run_that_no_agent_has_a_place_for_is_not_told_to_wait_for_workers() -> None:
+    # Given a run of which nothing has begun, agents without a place, and a worker that serves the run that has them
+    busy = replace(AGENT, running_count=AGENT.slot_count)
+    kept_out = scene(status(4, 0), CONTROLLER, busy, WORKER, leases=(lease(run_id="r2"),), others=(OTHER,))
+    (cause,) = diagnose(kept_out, "r1")
+    assert cause.code == "agents_full" and "`--environment frozenlake=module:attr`" in cause.step
+    # But one that waits for a turn besides waits for a worker, and a worker that has failed is said in any case
+    begun = replace(kept_out, runs={"r1": status(4, 1, ready=1), "r2": OTHER})
+    assert codes(diagnose(begun, "r1"))[0] == "takes_turns"
+    failed = scene(status(4, 0), CONTROLLER, busy, replace(WORKER, state="failed"), others=(OTHER,))
+    assert codes(diagnose(failed, "r1")) == ["worker_failed", "agents_full"]
+    # And one that hangs in its environments has stalled, also where more of it waits for their places
+    hangs = scene(status(4, 2), CONTROLLER, busy, WORKER, leases=(lease(run_id="r2"),), others=(OTHER,), quiet_s=61.0)
+    assert codes(diagnose(hangs, "r1")) == ["stalled"]
+
+
+@pytest.mark.parametrize(("attempts", "code"), [(3, "moves"), (4, "attempts_fail")])
+def test_a_run_whose_attempts_fail_is_told_so_before_any_has_failed_for_good(attempts: int, code: str) -> None:
+    run = status(1, 3, claimed=1, attempts_failed=attempts)
+    (cause,) = diagnose(scene(run, *ALL, leases=HELD), "r1")
+    assert cause.code == code and cause.kind in ("moves", "passing")
+    well = status(1, 3, claimed=1, attempts_failed=attempts, trajectories_completed=1)
+    assert codes(diagnose(scene(well, *ALL, leases=HELD), "r1")) == ["moves"]
+
+
 def test_a_worker_that_fell_silent_is_gone_and_one_whose_lease_has_ended_has_none() -> None:
     seen = scene(None, *ALL, leases=HELD)
     silent = replace(seen, workers={**seen.workers, "w1": (WORKER, 6_000)})

@@ -18,6 +18,7 @@ from docs.examples.my_environment import Countdown
 from rollfab.fabric.contract.errors import ConfigError, EnvironmentFailed, InputError, RewardFailed
 from rollfab.fabric.contract.records import Rollout
 from rollfab.workers.environments import process_main
+from rollfab.workers.environments.answers import check_step
 from rollfab.workers.environments.base import (
     Environment,
     GymEnvironment,
@@ -302,3 +303,16 @@ def test_a_foreign_process_shows_values_cut() -> None:
 
 def test_a_foreign_process_knows_every_field_of_sampling() -> None:
     assert [each.name for each in fields(TextSampling)] == process_main.SAMPLING
+
+
+@pytest.mark.parametrize("value", [True, False, 1, 0, np.bool_(True), np.int64(0)])
+def test_a_flag_is_what_is_true_or_false(value: Any) -> None:
+    assert process_main.flag("step", "terminated", value) is bool(value)
+
+
+@pytest.mark.parametrize("value", ["no", "", None, 2, 0.5, np.zeros(2), [], {}])
+async def test_a_flag_that_is_neither_is_refused_by_name_inside_and_in_a_process(value: Any) -> None:
+    with pytest.raises(process_main.Refused, match=r"^step: its terminated is .*, expected True or False$"):
+        process_main.flag("step", "terminated", value)
+    with pytest.raises(EnvironmentFailed, match=r"here: step: its truncated is .*, expected True or False$"):
+        await check_step(Step("", 0.0, False, value), "here", is_chat=False)
