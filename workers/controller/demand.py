@@ -252,12 +252,12 @@ class Census:
         )
 
     def _spare_s(self, run_id: str, open_count: int, now_s: float) -> float:
-        """Return how long the run has had a worker more than it has work for."""
+        """Return how long the run has had a worker more than it has work for: of one without work, since its last."""
         given = self._given.get(run_id)
         if not given or open_count > sum(given) - min(given):
             self._spare_at_s.pop(run_id, None)
             return 0.0
-        return now_s - self._spare_at_s.setdefault(run_id, now_s)
+        return now_s - self._spare_at_s.setdefault(run_id, now_s if open_count else self._asked_at_s[run_id])
 
     def learn(self, facts: Sequence[WorkerFacts], grants: Sequence[Grant], now_s: float) -> None:
         """Note the decision on each worker: when a doubt began or ended, and when serving took the worker back."""
