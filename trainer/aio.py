@@ -64,6 +64,7 @@ from .checks import (
     check_view,
     check_wait,
     make_groups,
+    plain_facts,
 )
 from .evaluation import SUFFIX, check_existing, evaluation_of, goal_of
 from .filters import Keep, Refill, find_filter
@@ -563,9 +564,12 @@ class AsyncRun:
         return (await self._ports.weights.head(self.run_id)).version
 
     async def report(self, **facts: Any) -> None:
-        """Say how training goes (step, reward_mean, loss, …): shown on the page and in `rollfab status`."""
+        """Say how training goes (step, reward_mean, loss, …): shown on the page and in `rollfab status`.
+
+        A tensor or array of one number counts as that number. Raises InputError: names a fact that JSON cannot carry.
+        """
         self._home.check()
-        await self._ports.board.add_event("trainer.step", {"run_id": self.run_id, **facts})
+        await self._ports.board.add_event("trainer.step", {"run_id": self.run_id, **plain_facts("report", facts)})
 
     async def compare(
         self,

@@ -141,6 +141,20 @@ def check_choice(where: str, name: str, value: Any, choices: Sequence[str]) -> N
     _require(where, name, value, (" or ".join(choices), lambda value: isinstance(value, str) and value in choices))
 
 
+def plain_facts(where: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts as JSON carries them; what holds one number, such as a loss, counts as it. Raises InputError."""
+    found = {}
+    for name, value in facts.items():
+        try:
+            found[name] = value.item() if hasattr(value, "item") else value
+            dump_json(found[name])
+        except Exception as error:  # of another class's own ways, an array's of many numbers too
+            raise InputError(
+                f"{where}: {name} is {type(value).__name__}, expected a number, a text, or what JSON carries", name=name
+            ) from error
+    return found
+
+
 def check_same_group(group: Any, first: Any) -> None:
     """Require the ranks that published first: a model is published by the same ones each time. Raises InputError."""
     if type(group) is not type(first):

@@ -35,6 +35,7 @@ from rollfab.fabric.contract.errors import (
     VersionConflict,
 )
 from rollfab.trainer.agreement import FLOAT32
+from rollfab.trainer.checks import plain_facts
 from rollfab.trainer.client import Fabric, Run
 from rollfab.trainer.files import Recording
 
@@ -327,6 +328,8 @@ BAD_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda run: run.publish(WEIGHTS, 5, compares_on="gpu"),
         "compares_on is 'gpu', expected auto",
     ),
+    "a fact that is none": (lambda run: run.report(loss=[object()]), "report: loss is list, expected a number, a text"),
+    "facts of many numbers": (lambda run: run.report(loss=np.zeros(2)), "report: loss is ndarray, expected a number"),
     "a prefix that is none": (lambda run: run.metrics([], prefix=5), "metrics: prefix is 5, expected a text"),
     "no group's name": (lambda run: run.cancel(None), "group None is not a valid name"),
     "no directory": (lambda _: rollfab.connect(data_directory=5), "data_directory is int, expected a path"),
@@ -339,6 +342,14 @@ def test_a_call_refuses_an_argument_of_another_kind_at_once_and_by_name(redis: R
     call, text = BAD_CALLS[case]
     kind = ConfigError if case in ("no group's name", "no URL", "no directory") else InputError
     check_refused(redis, kind, [text], lambda: call(run))
+
+
+def test_a_loss_is_reported_as_its_number(run: Run) -> None:
+    import torch
+
+    facts = {"step": 1, "loss": torch.tensor(0.5, requires_grad=True), "mean": np.float32(0.25), "note": "first"}
+    run.report(**facts)
+    assert plain_facts("report", facts) == {"step": 1, "loss": 0.5, "mean": 0.25, "note": "first"}
 
 
 def test_a_loop_over_groups_may_look_once_wait_for_ever_and_take_none(run: Run) -> None:
