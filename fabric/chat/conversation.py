@@ -38,9 +38,7 @@ from .image_parts import images_in, without_files
 from .messages import Message, Tool, canonical, check_messages, check_options, check_tools, same
 from .template import ChatTemplate
 
-TRIED_COUNT_MAX = (
-    16  # paths that an ask tries where several read the same to its client; each costs a rendering, or two
-)
+TRIED_COUNT_MAX = 16  # paths that an ask tries where several read the same to its client: for each a rendering or two
 TEXT = "text"  # the setting of nodes without messages; those of chat are digests
 CONVERSATION_BYTES_MAX = 48 * MIB  # of tokens and messages: a rollout may have 64 MiB, with spans and JSON
 

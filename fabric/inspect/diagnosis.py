@@ -45,8 +45,8 @@ CODES: Mapping[str, tuple[Kind, str]] = {
     "clock": ("stuck", "heartbeats lie in the future: the fabric's clock went back"),
     "attempts_fail": (
         "stuck",
-        "no trajectory was completed, and those that failed are more than still run; passing while none has failed for "
-        "good, and as many attempts failed as the run has trajectories",
+        "no trajectory was completed, and those that failed are more than still run; passing: more still run, and as "
+        "many attempts failed as there are trajectories",
     ),
     "broker_full": ("stuck", "the broker is at its memory limit"),
     "no_weights": ("stuck", "no version of the weights is published"),

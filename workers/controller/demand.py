@@ -202,24 +202,19 @@ class Census:
         Where another run of its model asks for turns, a run wants as many slots as it had turns at once lately: what is
         in its environments would keep a worker idle, and the other waiting.
         """
-        found = list(statuses)
-        counts = {status.config.run_id: self._turn_count(status, now_s) for status in found}
-        asking = Counter(_pool_key(status) for status in found if counts[status.config.run_id])
-        return [
-            self.run(
-                status,
-                now_s,
-                turn_count=counts[name] if asking[_pool_key(status)] > bool(counts[name]) else None,
-            )
-            for status in found
-            for name in [status.config.run_id]
-        ]
+        asked = [(status, self._turn_count(status, now_s)) for status in statuses]
+        asking = Counter(_pool_key(status) for status, count in asked if count)
+        found = []
+        for status, count in asked:
+            has_others = asking[_pool_key(status)] > bool(count)
+            found.append(self.run(status, now_s, turn_count=count if has_others else None))
+        return found
 
     def _turn_count(self, status: RunStatus, now_s: float) -> int:
-        """Count the turns that a run had at once lately, ready or claimed: the most."""
+        """Count the turns that a run had at once lately, ready or claimed: the most. Without weights it has none."""
         known = self._turns.get(status.config.run_id, [])
         lately = [(at_s, count) for at_s, count in known if now_s - at_s < LATELY_S]
-        lately.append((now_s, sum(status.turns.values())))
+        lately.append((now_s, sum(status.turns.values()) if status.head_version >= 0 else 0))
         self._turns[status.config.run_id] = lately
         return max(count for _, count in lately)
 

@@ -69,7 +69,7 @@ def test_a_switch_is_waited_for_while_it_is_under_way_and_takes_as_long_as_the_l
 
 
 async def test_beside_a_run_that_asks_for_turns_a_run_wants_slots_for_those_that_it_had_lately_alone() -> None:
-    census, status = Census(), await status_of(24)
+    census, status = Census(), replace(await status_of(24), head_version=0)
 
     def wants(now_s: float, **turns: int) -> list[int]:
         made = [
@@ -92,6 +92,9 @@ async def test_beside_a_run_that_asks_for_turns_a_run_wants_slots_for_those_that
     assert wants(2.0 + LATELY_S / 2, slow=1, sound=0, elsewhere=9) == [3, 5, 24]
     assert wants(2.0 + LATELY_S, slow=0, sound=30, elsewhere=9) == [1, 24, 24]
     assert wants(3.0 + LATELY_S, slow=0, sound=30, elsewhere=9) == [0, 24, 24]
+    # And whoever has no weights yet cannot ask for them
+    status = replace(status, head_version=-1)
+    assert wants(9.0, slow=1, sound=5) == [24, 24]
 
 
 async def test_a_run_whose_weights_no_worker_can_get_is_unfit_until_it_is_tried_again() -> None:
