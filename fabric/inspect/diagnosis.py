@@ -619,8 +619,9 @@ def _agent(view: _View) -> Iterator[Cause]:
             f"{_all(places, 'place')} for environments {'is' if places == 1 else 'are'} taken, {view.name} has none of "
             f"them: {_names(others)} {'runs' if len(others) == 1 else 'run'} there"
         )
-        start = f"`rollfab agent`, with `--environment {environment}=module:attr` where that is one of your own"
-        yield view.cause("agents_full", text, f"Start another agent that offers it: {start}")
+        own = f"`rollfab agent --environment {environment}=module:attr`"
+        step = f"Start another agent that offers it: {own}, or `rollfab agent` where it comes with rollfab"
+        yield view.cause("agents_full", text, step)
     elif is_remote:
         does = "waits" if view.queued == 1 else "wait"
         yield view.cause(

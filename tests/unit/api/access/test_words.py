@@ -61,6 +61,7 @@ ELSEWHERE = {  # texts by their beginning, and why no client gets them
     "tensor 1 is not a plain dense": "likewise",
     "tensors 1 and 1 are tied": "likewise",
     "a 1 is a module": "likewise",
+    "publish: group is 1, expected one of": "likewise",
     "1 is no pair of": "likewise",
     "1 cannot be published: give model": "likewise",
     "\numask 077": "a script",

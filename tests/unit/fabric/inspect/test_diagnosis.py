@@ -321,7 +321,7 @@ def test_a_run_that_no_agent_has_a_place_for_is_not_told_to_wait_for_workers() -
     busy = replace(AGENT, running_count=AGENT.slot_count)
     kept_out = scene(status(4, 0), CONTROLLER, busy, WORKER, leases=(lease(run_id="r2"),), others=(OTHER,))
     (cause,) = diagnose(kept_out, "r1")
-    assert cause.code == "agents_full" and "`--environment frozenlake=module:attr`" in cause.step
+    assert cause.code == "agents_full" and "`rollfab agent --environment frozenlake=module:attr`" in cause.step
     # But one that waits for a turn besides waits for a worker, and a worker that has failed is said in any case
     begun = replace(kept_out, runs={"r1": status(4, 1, ready=1), "r2": OTHER})
     assert codes(diagnose(begun, "r1"))[0] == "takes_turns"
