@@ -97,6 +97,25 @@ async def test_beside_a_run_that_asks_for_turns_a_run_wants_slots_for_those_that
     assert wants(9.0, slow=1, sound=5) == [24, 24]
 
 
+async def test_a_worker_of_a_run_that_thinks_beside_others_is_spare_since_its_last_turn() -> None:
+    census, status = Census(), replace(await status_of(24), head_version=0)
+    other = replace(status, config=replace(status.config, run_id="r2"), turns={"ready": 9, "claimed": 0})
+    census.learn(
+        [WorkerFacts(worker_id="w", model="m", slot_count=8)],
+        [Grant(worker_id="w", run_id="r1", slot_count=8, is_standing=True, reason="")],
+        0.0,
+    )
+
+    def spare_s(now_s: float, turn_count: int) -> float:
+        (found, _) = census.runs([replace(status, turns={"ready": turn_count, "claimed": 0}), other], now_s)
+        return found.spare_s
+
+    assert spare_s(1.0, 3) == 0.0
+    assert spare_s(1.0 + LATELY_S - 0.1, 0) == 0.0, "it may be back in a moment"
+    assert spare_s(1.0 + LATELY_S, 0) == LATELY_S
+    assert spare_s(2.0, 1) == 0.0
+
+
 async def test_a_run_whose_weights_no_worker_can_get_is_unfit_until_it_is_tried_again() -> None:
     census, status = Census(), replace(await status_of(9), head_version=0)
     survey = replace(NOTHING, runs={"r1": status})
