@@ -453,7 +453,8 @@ async def test_a_refused_push_says_which_groups_are_in(world: World) -> None:
 
 
 async def test_a_name_that_is_another_tasks_is_refused_and_the_same_task_changes_nothing(world: World) -> None:
-    one, two = group_of_size("g1", 2), group_of_size("g2", 2)
+    one = dataclasses.replace(group_of_size("g1", 2), task={"map": "4x4", "question": "first"})
+    two = group_of_size("g2", 2)
     await world.rollouts.push([one])
     other = dataclasses.replace(one, task={**one.task, "question": "another"})
 
