@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from ..fabric.contract.errors import BrokerError, ClaimLost, FabricError, QueueFull
+from ..fabric.contract.errors import BrokerError, ClaimLost, FabricError, InputError, QueueFull
 from ..fabric.contract.ids import new_trace_id
 from ..fabric.contract.records import Group, RunConfig
 from ..fabric.contract.text import one_line
@@ -153,13 +153,15 @@ class Submission:
         for name in error.facts.get("refused", ()):
             self._doubtful.pop(name, None)
 
-    def sentence(self) -> str:
-        """Tell people which groups are in, and what to do."""
+    def sentence(self, *, may_repeat: bool = True) -> str:
+        """Tell people which groups are in, and what to do. may_repeat: whether the same submit could go through."""
         count, total = len(self._taken), len(self.group_ids)
         if not count and not self._doubtful:
             return "nothing of this submit was taken in"
         doubt = f", {len(self._doubtful)} more may have been" if self._doubtful else ""
-        advice = "" if count == total else ": repeat it with the same group_ids, what is in stays as it is"
+        advice = (
+            "" if count == total or not may_repeat else ": repeat it with the same group_ids, what is in stays as it is"
+        )
         return f"{count} of {total} groups of this submit were taken in{doubt}{advice}"
 
     def note_on(self, error: BaseException) -> None:
@@ -176,7 +178,8 @@ class Submission:
             "doubtful": list(self._doubtful),
             "refused": refused,
         }
-        return type(error)(f"{error.message}; {self.sentence()}", **{**error.facts, **facts})
+        said = self.sentence(may_repeat=not isinstance(error, InputError))
+        return type(error)(f"{error.message}; {said}", **{**error.facts, **facts})
 
 
 class Ledger:

@@ -435,6 +435,13 @@ def test_a_version_that_is_no_whole_number_is_refused(redis: Redis, run: Run, ve
     check_refused(redis, InputError, texts, lambda: run.publish(WEIGHTS, version=version))
 
 
+def test_a_name_that_is_another_tasks_is_refused_and_nobody_is_told_to_repeat_that(run: Run) -> None:
+    run.submit([{"q": 1}], group_ids=["a"])
+
+    with pytest.raises(InputError, match=r"leave group_ids out; 1 of 2 groups of this submit were taken in$"):
+        run.submit([{"q": 2}, {"q": 3}], group_ids=["a", "b"])
+
+
 def test_the_ranks_that_publish_stay_the_same(redis: Redis, run: Run) -> None:
     run.publish(WEIGHTS, version=0)
 
