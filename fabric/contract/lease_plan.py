@@ -30,6 +30,8 @@ class LeaseChange:
     lease: Lease
     duration_ms: int | None = None
     is_end: bool = False
+    runs: str = ""
+    """All runs that the worker should look at, the one whose weights it follows in front; empty: the lease's alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDemand:
-    """The slots that a run could use, and those that it is given."""
+    """The slots that a run could use, and those that it is given; runs of the same weights may be given the same."""
 
     run_id: str
     open_count: int

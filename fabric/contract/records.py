@@ -486,6 +486,9 @@ class WorkerInfo(Record):
     run_id: str | None = None
     active_version: int = -1
     """Policy version it generates with; -1: none."""
+    guest_versions: dict[str, int] = field(default_factory=dict)
+    """Runs whose turns it takes beside its own run's, as their weights are the same; and the version by which each
+    names them, -1: none of its versions has these weights."""
     token_count: int = 0
     """Generated since it started."""
     environments: list[str] = field(default_factory=list)
@@ -550,6 +553,10 @@ class WorkerInfo(Record):
     step_error_fraction_p95: float | None = None
     """95 of 100 were off by at most this."""
 
+    def version_of(self, run_id: str) -> int:
+        """Return the version of a run that it generates with; -1: none."""
+        return self.active_version if run_id == self.run_id else self.guest_versions.get(run_id, -1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
@@ -565,6 +572,8 @@ class Lease:
     remaining_ms: int | None = None
     """When it was read; 0: it had ended, null: standing."""
     reason: str = field(default="", metadata={"exclude": True})  # the controller's; not written down, so never shown
+    # its worker's leases on runs of the same weights, as a heartbeat brings them; slots are shared, not added
+    guests: tuple[Lease, ...] = field(default=(), metadata={"exclude": True})
 
     @property
     def is_standing(self) -> bool:

@@ -214,6 +214,7 @@ class RunStatus:
     counters: Mapping[str, int]
     agreement: Agreement | None = None  # of workers with the trainer, as it was last compared
     rewards: Curve = ()  # of completed rollouts by policy version; a survey leaves it out
+    weights: str = ""  # of the head, by their digest: the same for runs whose weights are bit for bit the same
 
 
 BAD_ROW_COUNT_MAX = 100  # shown at once: more of them would not be read by people either
@@ -281,9 +282,9 @@ class Survey:
     """All that a capacity plan is made of but what serving teams said. workers: with the age of the last heartbeat, ms;
     below 0: it lies in the future.
 
-    assignments: worker → the run whose leases it looks at. leases: by run, then by worker; one that is not the same on
-    all shards of its run shows with no slots. wall_ms: the broker machine's time. now_ms: the fabric's clock. bad_rows:
-    what could not be read and was left out, at most BAD_ROW_COUNT_MAX.
+    assignments: worker → the runs whose leases it looks at, a blank between. leases: by run, then by worker; one that
+    is not the same on all shards of its run shows with no slots. wall_ms: the broker machine's time. now_ms: the
+    fabric's clock. bad_rows: what could not be read and was left out, at most BAD_ROW_COUNT_MAX.
     """
 
     workers: Mapping[str, tuple[WorkerInfo, int]]

@@ -183,19 +183,21 @@ class RedisLeaseBoard(RedisLeases):
 
     async def heartbeat(self, info: WorkerInfo) -> Lease | None:
         with translate():
-            run = await self._scripts.call("heartbeat", [], [info.worker_id, info.encode()])
-            if run is None or not NAME.match(run.decode("utf-8", "replace")):
+            said = await self._scripts.call("heartbeat", [], [info.worker_id, info.encode()])
+            runs = [] if said is None else said.decode("utf-8", "replace").split()
+            if not runs or not all(NAME.match(run_id) for run_id in runs):
                 return None
-            if not await self._client.hexists(names.RUNS, run):
-                return None
-            shard = ShardKeys(run.decode(), 0)
-            now_ms, raw = await self._scripts.call("read_lease", [shard], [info.worker_id])
-        try:
-            lease = lease_row(info.worker_id, run.decode(), raw, now_ms) if raw else None
-        except WireError as error:  # the controller writes it anew
-            log.warning("lease.unreadable", extra={"error": str(error)})
-            return None
-        return None if lease is None or has_ended(lease) else lease
+            pipeline = self._client.pipeline(transaction=False)
+            for run_id in runs:
+                pipeline.hexists(names.RUNS, run_id)
+            known = await answers_of(pipeline)
+            calls: list[Call] = [("read_lease", [ShardKeys(run_id, 0)], [info.worker_id]) for run_id in runs]
+            answers = checked(await self._scripts.call_many(calls))
+        rows = zip(runs, known, answers, strict=True)
+        first, *guests = [
+            _lease_of(info.worker_id, run_id, *row) if is_known else None for run_id, is_known, row in rows
+        ]
+        return None if first is None else replace(first, guests=tuple(each for each in guests if each is not None))
 
     async def add_timings(self, info: WorkerInfo, timings: Timings) -> None:
         calls: list[Call] = []
@@ -318,6 +320,16 @@ class RedisLeaseBoard(RedisLeases):
         with translate():
             entries = await self._client.xrevrange(names.EVENTS, max=f"({before}" if before else "+", count=count)
         return [event_row(*entry) for entry in entries]
+
+
+def _lease_of(worker_id: str, run_id: str, now_ms: int, raw: bytes | None) -> Lease | None:
+    """Read a worker's lease on a run; None: there is none that holds."""
+    try:
+        lease = lease_row(worker_id, run_id, raw, now_ms) if raw else None
+    except WireError as error:  # the controller writes it anew
+        log.warning("lease.unreadable", extra={"error": str(error)})
+        return None
+    return None if lease is None or has_ended(lease) else lease
 
 
 def _run_in(run_id: str, raw: bytes) -> RunConfig:

@@ -16,7 +16,8 @@ Fabric: tag {rf}
   rf:{rf}:heartbeats        ZSET   worker_id → time of the last heartbeat. As above.
   rf:{rf}:lends             HASH   worker_id | "pool:NAME" | "*" → LendSetting, what its serving team said. Theirs.
   rf:{rf}:sharing           HASH   worker_id → SharingReport. With the worker.
-  rf:{rf}:assignments       HASH   worker_id → run_id: which run's leases to look at. Controller; with the worker.
+  rf:{rf}:assignments       HASH   worker_id → "run_id …": the runs whose leases to look at, the one whose weights it
+                                   follows in front. Controller; with the worker.
   rf:{rf}:leader            STRING "controller/process term until_ms". Rewritten by whoever leads.
   rf:{rf}:lease_epoch       STRING the highest term, only grows: older ones write nothing. Never deleted.
   rf:{rf}:plan              STRING LeasePlan, the newest: for people. Rewritten by whoever leads. Never deleted.
@@ -29,6 +30,7 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:run            HASH   head_version, staleness, when_stale, depth (trajectories not yet consumed) and
                                    depth_max, bytes (jobs and rollouts of open and waiting groups), bytes_max and
                                    kept_bytes.
+                                   weights: of the head, by its digest (format/manifest.py, state_digest).
                                    Shard 0: agreement (Agreement), as a trainer compared last.
   rf:{run.s}:clock          STRING as rf:{rf}:clock.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).

@@ -103,11 +103,12 @@ class RedisLeases:
         configs = await self._configs({change.lease.run_id for change in changes}) if changes else {}
         ends = [change for change in changes if change.is_end]
         sets = [change for change in changes if not change.is_end]
-        moved = [each.lease for each in sets if assigned.get(each.lease.worker_id) != each.lease.run_id]
+        wanted = {each.lease.worker_id: each.runs or each.lease.run_id for each in sets}
+        moved = {worker_id: runs for worker_id, runs in wanted.items() if assigned.get(worker_id) != runs}
         codes: dict[int, int] = {}
         with translate():
             codes |= await self._write(term, ends, configs)
-            await self._assign(term, {lease.worker_id: lease.run_id for lease in moved})
+            await self._assign(term, moved)
             codes |= await self._write(term, sets, configs)
             await self._assign(term, {each.lease.worker_id: "" for each in changes if codes[id(each)] > SAME_LEASE})
         return [codes[id(change)] >= SAME_LEASE for change in changes]
@@ -135,7 +136,7 @@ class RedisLeases:
         return found
 
     async def _assign(self, term: int, runs: Mapping[str, str]) -> None:
-        """Say which run workers should look at ("": the same as before), and wake them."""
+        """Say which runs workers should look at ("": the same as before), and wake them."""
         calls: list[Call] = [
             (
                 "assign",

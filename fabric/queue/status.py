@@ -29,7 +29,7 @@ async def unknown_run(client: Any, run_id: str) -> RunUnknown:
 
 def queue_status(pipeline: Any, keys: ShardKeys, *, has_rewards: bool = False) -> None:
     """Ask a shard in the same pipeline as other questions; if wanted also for its curve of rewards, about 10 KiB."""
-    pipeline.hmget(keys.run, "head_version", "depth", "bytes", "agreement")
+    pipeline.hmget(keys.run, "head_version", "depth", "bytes", "agreement", "weights")
     pipeline.hgetall(keys.counters)
     for stream in (keys.completed, *keys.trajectory.ready, *keys.turn.ready):
         pipeline.xlen(stream)
@@ -63,6 +63,7 @@ def read_status(answers: list[Any], keys: ShardKeys, bad: BadRows) -> dict[str, 
         "depth": depth if facts[1] is not None else 0,
         "memory_bytes": bad.whole(tables[0], "bytes", facts[2], 0),
         "agreement": facts[3],
+        "weights": (facts[4] or b"").decode("ascii", "replace"),
         "counters": bad.wholes(tables[1], counters),
         "trajectories": {
             "queued": waiting(queued + suspected, depth - scoring, running_count),
@@ -78,7 +79,7 @@ def read_status(answers: list[Any], keys: ShardKeys, bad: BadRows) -> dict[str, 
 
 def _asked(keys: ShardKeys) -> tuple[list[str], list[Any]]:
     """List the tables that queue_status asks, in its order, and the answer of each when it is empty."""
-    tables: dict[str, Any] = {keys.run: [None] * 4, keys.counters: {}, keys.completed: 0}
+    tables: dict[str, Any] = {keys.run: [None] * 5, keys.counters: {}, keys.completed: 0}
     tables |= dict.fromkeys((*keys.trajectory.ready, *keys.turn.ready), 0)
     tables |= dict.fromkeys((keys.turn_homed_at, keys.trajectory.suspects, keys.turn.suspects), 0)
     tables |= {
@@ -117,6 +118,7 @@ def sum_up(config: RunConfig, parts: list[dict[str, Any]]) -> RunStatus:
         dead_count=sum(part["dead_count"] for part in parts),
         counters=total("counters"),
         agreement=agreement_row(parts[0]["agreement"]),
+        weights=parts[0]["weights"],
         rewards=put_together(bucket for part in parts for bucket in part["rewards"]),
     )
 

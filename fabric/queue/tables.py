@@ -144,6 +144,11 @@ def _reward(run: str, name: bytes, raw: bytes) -> None:
     reward_buckets(1, name, raw)
 
 
+def _runs_named(raw: bytes) -> None:
+    runs = raw.decode().split(" ")
+    _require(all(NAME.match(each) for each in runs), f"{raw[:40]!r} names no runs")
+
+
 def _run_fact(run: str, name: bytes, raw: bytes) -> None:
     if name == b"agreement":
         Agreement.decode(raw)
@@ -211,7 +216,7 @@ FABRIC: Tables = {
     "heartbeats": ("zset", _finite),
     "lends": ("hash", lambda run, name, raw: lend_word(raw)),
     "sharing": ("hash", lambda run, name, raw: _require(sharing_row(raw), "it is no report of sharing")),
-    "assignments": ("hash", lambda run, name, raw: _require(NAME.match(raw.decode()), f"{raw[:40]!r} names no run")),
+    "assignments": ("hash", lambda run, name, raw: _runs_named(raw)),
     "leader": ("string", _matches(LEADER, "no leader")),
     "lease_epoch": ("string", _matches(WHOLE, "no term")),
     "plan": ("string", lambda run, name, raw: LeasePlan.decode(raw)),

@@ -130,7 +130,8 @@ class RedisWeightStore(RedisWeightBoard):
             answer = await self._scripts.call("advance_head", [keys], args)
             _require(answer, manifest)
             for shard in range(shard_count):
-                await self._scripts.call("set_head", [ShardKeys(manifest.run_id, shard)], [link.version])
+                told: list[Argument] = [link.version, manifest.state_digest]
+                await self._scripts.call("set_head", [ShardKeys(manifest.run_id, shard)], told)
 
     async def held(self, run_id: str) -> list[tuple[int, str]]:
         with translate(self._client):

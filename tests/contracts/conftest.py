@@ -111,7 +111,7 @@ def on_redis(client: Any, run: RunConfig) -> World:
 
     async def set_head(version: int) -> None:
         for keys in RunShards(run.run_id, run.shard_count).all:
-            await Scripts(client).call("set_head", [keys], [version])
+            await Scripts(client).call("set_head", [keys], [version, ""])
 
     async def set_clock_ahead(seconds: float) -> None:
         """To the broker it is all one whether its machine's time goes forward or what it remembers of it goes back."""

@@ -174,6 +174,26 @@ async def test_a_plan_is_carried_out_at_once_and_read_at_once(world: World) -> N
     assert await board.heartbeat(info("w1")) is None
 
 
+async def test_a_worker_may_have_guests(world: World) -> None:
+    # Given a worker with leases on two runs of three that it was told to look at, one of which was deleted
+    board = world.board
+    await board.create_run(dataclasses.replace(world.run, run_id="r2"))
+    own, guest = change(3, 1, runs="r1 gone r2"), change(3, 2, slots=3, duration_ms=5_000, runs="r1 gone r2")
+    guest = dataclasses.replace(guest, lease=dataclasses.replace(guest.lease, run_id="r2"))
+    assert await board.change_leases(3, [guest, own], {}) == [True, True]
+    # Then its lease is on the first, and brings the other
+    lease = await board.heartbeat(info("w1"))
+    assert (lease.run_id, lease.remaining_ms) == ("r1", None)
+    assert [(each.run_id, each.lease_epoch, each.slot_count) for each in lease.guests] == [
+        ("r2", 3 * EPOCHS_PER_TERM + 2, 3)
+    ]
+    assert (await board.survey()).assignments == {"w1": "r1 gone r2"}
+    # And once the guest has left, by itself
+    await board.change_leases(3, [dataclasses.replace(guest, is_end=True), change(3, 1)], {"w1": "r1 gone r2"})
+    assert (await board.heartbeat(info("w1"))).guests == ()
+    assert (await board.survey()).assignments == {"w1": "r1"}
+
+
 async def test_what_workers_say_is_read_anew_at_every_survey(world: World) -> None:
     for count in (1, 1, 2):
         await world.board.heartbeat(info("w1", running_count=count))

@@ -149,6 +149,15 @@ class RunTables(_Tables):
         self._do("HSET", self.keys.run, "head_version", version)
 
     @property
+    def head(self) -> tuple[int, str]:
+        """The head's version, and what its weights are."""
+        return self.head_version, (self._do("HGET", self.keys.run, "weights") or b"").decode()
+
+    @head.setter
+    def head(self, told: tuple[int, str]) -> None:
+        self._do("HSET", self.keys.run, "head_version", told[0], "weights", told[1])
+
+    @property
     def depth(self) -> int:
         return int(self._do("HGET", self.keys.run, "depth"))
 

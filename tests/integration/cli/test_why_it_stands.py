@@ -51,7 +51,7 @@ class Stand:
         self.run = run
         await self.board.create_run(run)
         if head >= 0:
-            await Scripts(self.redis).call("set_head", [keys.ShardKeys(run.run_id, 0)], [head])
+            await Scripts(self.redis).call("set_head", [keys.ShardKeys(run.run_id, 0)], [head, ""])
 
     async def beat(self, *roles: str) -> None:
         """These say that they live: controller, agent, worker, serving, reward."""
@@ -249,7 +249,7 @@ def behind(**facts: Any) -> Callable[[Stand], Awaitable[None]]:
         await stand.ask_for_turns()
         stand.worker |= facts
         await stand.all_well()
-        await Scripts(stand.redis).call("set_head", [keys.ShardKeys("lake", 0)], [7])
+        await Scripts(stand.redis).call("set_head", [keys.ShardKeys("lake", 0)], [7, ""])
 
     return bring_about
 

@@ -1,5 +1,5 @@
 -- heartbeat(worker, info)
--- A worker says that it lives; the answer is the run that it should serve.
+-- A worker says that it lives; the answer is the runs that it should serve.
 -- keys fabric.assignments fabric.clock fabric.heartbeats fabric.workers
 -- flags allow-oom
 -- use look time

@@ -1,5 +1,5 @@
--- assign(term, worker, run | '', bell_ttl_ms)
--- Say which run's leases a worker should look at ('': as before), and wake it; not for a leader that was replaced.
+-- assign(term, worker, runs | '', bell_ttl_ms)
+-- Say which runs' leases a worker should look at ('': as before), and wake it; not for a leader that was replaced.
 -- Returns 1 done · 0 a newer term has begun (nothing written)
 -- keys fabric.assignments fabric.lease_epoch bell
 -- flags allow-oom
