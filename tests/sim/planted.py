@@ -161,7 +161,7 @@ PLANTS |= {name: partial(lambda change: [in_lua(change)], change) for name, chan
 @plant
 def turn_claims_not_renewed() -> list[Patch]:
     """A worker does not say that it still runs its turns."""
-    return [(RunningTurns, "_renewals", lambda self, ended: [])]
+    return [(RunningTurns, "_renewals", lambda self, ended, run_id: [])]
 
 
 @plant

@@ -109,6 +109,11 @@ class LeaseKeeper:
         cap = self.terms.slot_count_max if self.terms else None
         return self.lease.slot_count if cap is None else min(cap, self.lease.slot_count)
 
+    def lease_of(self, run_id: str) -> Lease | None:
+        """Return the lease on this run, that of a guest included."""
+        own = self.lease
+        return next((each for each in (own, *own.guests) if each.run_id == run_id), None) if own else None
+
     def doubt(self) -> None:
         """Ask the broker for the lease at once, as it has another or none; until then our turns may still be ours."""
         self._is_in_doubt = True
@@ -205,11 +210,12 @@ class LeaseKeeper:
             lease = None
         is_other = self._is_in_doubt or _name(lease) != _name(self.lease)
         self.lease, self._is_in_doubt = lease, False
-        remaining_ms = lease.remaining_ms if lease else None
+        ends = [each.remaining_ms for each in (lease, *lease.guests)] if lease else []
+        remaining_ms = min((each for each in ends if each is not None), default=None)
         self._until_s = None if remaining_ms is None else asked_at_s + remaining_ms / 1000
         if is_other:
             self._changed()
 
 
-def _name(lease: Lease | None) -> tuple[str, int] | None:
-    return None if lease is None else (lease.run_id, lease.lease_epoch)
+def _name(lease: Lease | None) -> list[tuple[str, int]]:
+    return [(each.run_id, each.lease_epoch) for each in (lease, *lease.guests)] if lease else []

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...fabric.contract.clock import Clock
@@ -63,6 +64,7 @@ class WorkerReport:
         running_count: int,
         trouble: str | None,
         receiver: WeightReceiver | None,
+        guests: Mapping[str, int] = MappingProxyType({}),
         behind: str | None = None,
         is_stale: bool = False,
     ) -> WorkerInfo:
@@ -70,6 +72,7 @@ class WorkerReport:
 
         Args:
             trouble: why the worker is of no use.
+            guests: its guests, and how they name the live weights.
             receiver: receives the run's weights.
             behind: why the weights are older than the head.
             is_stale: the weights are too old for turns.
@@ -84,15 +87,10 @@ class WorkerReport:
         if receiver is not None and receiver.ready_s is not None:
             self._switch_ms = round(1000 * receiver.ready_s)
         error = trouble or unseen or (behind if is_stale else None)
-        if trouble:
-            state = "failed"
-        elif unseen:
-            state = "waiting"
-        elif readiness.is_asleep:
-            state = "asleep"
-        else:
-            is_fetching = active_version < 0 and receiver is not None and receiver.head_version >= 0
-            state = "loading" if is_fetching or not readiness.is_awake else "ready"
+        is_fetching = active_version < 0 and receiver is not None and receiver.head_version >= 0
+        state = "loading" if is_fetching or not readiness.is_awake else "ready"
+        if trouble or unseen or readiness.is_asleep:
+            state = "failed" if trouble else "waiting" if unseen else "asleep"
         return WorkerInfo(
             worker_id=self._config.worker_id,
             role=self._config.role,
@@ -105,6 +103,7 @@ class WorkerReport:
             running_count=running_count,
             run_id=run_id,
             active_version=active_version,
+            guest_versions=dict(guests),
             token_count=stats.token_count,
             state=state,
             error=error,

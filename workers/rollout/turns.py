@@ -4,7 +4,8 @@
   round repeats whatever it has not heard.
 - We read the tokens of a turn that must leave before we ask the engine to abort it, so that they are not lost if the
   engine does not answer.
-- worker.py knows the run and the lease of the turns.
+- A worker may serve several runs of the same weights at once: then a turn has its run's queue, its run's settings, and
+  the name that its run has for these weights. worker.py knows the leases.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ...fabric.contract import sides
 from ...fabric.contract.clock import Clock
@@ -54,17 +56,51 @@ class RunningOptions:
     context_tokens_max: int | None = None
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class ServedRun:
+    """A run whose turns a worker takes. run: its settings as they are now. timings: where what they take is noted.
+
+    may_have_work: whether the broker may have turns of it for us, as far as we know: see `note_claims`. served: turns
+    that it was given, divided by its weight. asked_at_s: when it was last asked for turns. ring: waits at its doorbell.
+    coming_back: to look again.
+    """
+
+    run: RunConfig
+    queue: TurnQueue
+    timings: RunTimings
+    may_have_work: bool = True
+    served: float = 0.0
+    asked_at_s: float = -math.inf
+    ring: asyncio.Task[None] | None = None
+    coming_back: asyncio.TimerHandle | None = None
+
+    @property
+    def run_id(self) -> str:
+        """Its name."""
+        return self.run.run_id
+
+    def end(self) -> None:
+        """Look and listen no more."""
+        for each in (self.ring, self.coming_back):
+            if each is not None:
+                each.cancel()
+
+    def note_claims(self, want: int, count: int, now_s: float) -> None:
+        """Note how many turns came when `want` were asked for: fewer means that there are no more now."""
+        if want > 0:
+            self.may_have_work, self.asked_at_s = count >= want, now_s
+            self.served += count / self.run.weight
+
+
 class RunningTurns:
-    """All turns of one worker, by request id. timings: of their run, where what they take is noted."""
+    """All turns of one worker, by request id."""
 
     def __init__(self, engine: Engine, options: RunningOptions, clock: Clock, *, wake: Callable[[], None]) -> None:
         """wake: called when there is news for the broker."""
         self.watch = EngineWatch(engine, options.stall, clock)
-        self.timings = RunTimings()
         self._kv_room, self._run_id = KvRoom(), ""
         self._capacity: int | None = None  # of the engine's KV cache, in tokens
         self._prefill = PrefillSpeed()
-        self._coming_back: asyncio.TimerHandle | None = None
         self._engine = engine
         self._options = options
         self._clock = clock
@@ -78,17 +114,24 @@ class RunningTurns:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def begin_run(self, run_id: str, timings: RunTimings) -> None:
-        """Take turns of this run from now on; what was learned of another's says nothing of them."""
+    def begin_run(self, run_id: str) -> None:
+        """Follow this run's weights from now on; what was learned of another's turns says nothing of its own."""
         if run_id != self._run_id:
             self._kv_room, self._run_id = KvRoom(), run_id
-        self.timings = timings
+
+    def count_of(self, run_id: str) -> int:
+        """Count the turns of a run that are here."""
+        return sum(turn.run_id == run_id for turn in self._turns.values())
+
+    def inside_of(self, runs: Container[str]) -> list[str]:
+        """List the request ids of these runs' turns that were not taken out."""
+        return [name for name in self._inside() if self._turns[name].run_id in runs]
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between calls."""
         turns = self._turns.values()
         assert list(self._turns) == [turn.request_id for turn in turns]
-        assert len({turn.claim.job.turn_id for turn in turns}) == len(turns), "two claims of one turn"
+        assert len({(turn.run_id, turn.claim.job.turn_id) for turn in turns}) == len(turns), "two claims of one turn"
         assert self._out_count == sum(turn.back is not None for turn in turns)
         assert not any(turn.is_stalled and turn.back is None for turn in turns)
 
@@ -127,19 +170,21 @@ class RunningTurns:
 
     async def exchange(
         self,
-        queue: TurnQueue,
+        served: ServedRun,
         free: Callable[[int], int],
         *,
         lease_epoch: int,
         active_version: int,
-        run: RunConfig,
+        is_guest: bool = False,
     ) -> bool:
         """Make one round trip: hand in the turns that have ended, renew those that run, claim ready ones; begin these.
 
         Args:
+            served: the run whose turns these are.
             free: returns how many turns may be claimed, given how many are handed in now: the same round trip claims
                 turns for the slots that this frees.
-            run: the run that they are of, as it is set now.
+            active_version: of the live weights, by the name that this run has for them.
+            is_guest: the engine names these weights as another run does.
 
         Returns:
             Whether the broker knows our lease.
@@ -149,90 +194,107 @@ class RunningTurns:
         """
         if any(each.finish_reason == "error" for each in self._done):
             self._engine.stats()  # raises if the engine failed, not the request: then no turn pays with an attempt
-        settles = self._settles()
-        progress = self._renewals(settles)
-        outcome = await queue.exchange(
+        run = served.run
+        settles = self._settles(run.run_id)
+        progress = self._renewals(settles, run.run_id)
+        want = free(len(settles))
+        outcome = await served.queue.exchange(
             self._options.worker_id,
             settles=list(settles.values()),
             progress=progress,
-            want=free(len(settles)),
+            want=want,
             lease_epoch=lease_epoch,
             active_version=active_version,
             takes_suspect=not any(is_suspect(turn.claim.loss) for turn in self._turns.values()),
             us_per_token=self._prefill.us_per_token if run.prefix_affinity else 0,
         )
-        self._come_back(outcome.next_ms)
+        served.note_claims(want, len(outcome.claims), self._clock.now_s())
+        self._come_back(served, outcome.next_ms)
         for row in progress:
-            turn = self._turns.get(request_id_of(row.claim))
+            turn = self._turns.get(request_id_of(run.run_id, row.claim))
             if turn is not None and row.log is not None and turn.back is None:
                 turn.note_saved(row.claim.job.turn_id in outcome.saved)
         self._forget(name for name, row in settles.items() if row.claim.job.turn_id not in outcome.unsettled)
-        await self._drop({*outcome.lost, *(claim.job.turn_id for claim in outcome.claims)})
+        await self._drop({*outcome.lost, *(claim.job.turn_id for claim in outcome.claims)}, run.run_id)
         claims = outcome.claims
         if not run.may_mix_versions:
             claims = [_of_version(each, active_version) for each in claims]
-        self._start(claims, run)
+        self._start(claims, served, active_version if is_guest else None)
         return outcome.has_lease
 
-    def _come_back(self, after_ms: int | None) -> None:
-        """Look again when a turn that waits for its home may be taken here; None: there is none."""
-        if self._coming_back is not None:
-            self._coming_back.cancel()
+    def _come_back(self, served: ServedRun, after_ms: int | None) -> None:
+        """Look again when a turn of the run that waits for its home may be taken here; None: there is none."""
+        if served.coming_back is not None:
+            served.coming_back.cancel()
         loop = asyncio.get_running_loop()
-        self._coming_back = None if after_ms is None else loop.call_later(after_ms / 1000, self._wake)
+        served.coming_back = None if after_ms is None else loop.call_later(after_ms / 1000, self._ask_again, served)
 
-    async def give_back(self, queue: TurnQueue) -> None:
-        """Give every turn back to its queue, with its tokens; hand in those that have ended by themselves."""
-        await self.take_out()
-        settles = self._settles()
+    def _ask_again(self, served: ServedRun) -> None:
+        served.may_have_work = True
+        self._wake()
+
+    async def give_back(self, served: ServedRun) -> None:
+        """Give every turn of a run back to its queue, with its tokens; hand in those that have ended by themselves."""
+        await self.take_out(self.inside_of((served.run_id,)))
+        settles = self._settles(served.run_id)
         if settles:
-            await queue.exchange(self._options.worker_id, settles=list(settles.values()))
+            await served.queue.exchange(self._options.worker_id, settles=list(settles.values()))
             self._forget(settles)
-        await self.hand_back(queue)
+        await self.hand_back(served)
 
-    async def hand_back(self, queue: TurnQueue) -> None:
-        """Give back the turns that were taken out. If the broker cannot be reached now, the next call repeats it."""
+    async def hand_back(self, served: ServedRun) -> None:
+        """Give back the turns of a run that were taken out. If the broker is away now, the next call repeats it."""
         for blames in (False, True) if self._out_count else ():
-            turns = self._turns.items()
+            turns = [(name, each) for name, each in self._turns.items() if each.run_id == served.run_id]
             back = {name: each.back for name, each in turns if each.back is not None and each.is_stalled == blames}
             if back:
-                await queue.release(self._options.worker_id, list(back.values()), is_stalled=blames)
+                await served.queue.release(self._options.worker_id, list(back.values()), is_stalled=blames)
                 self._forget(back)
                 log.info("worker.gave_back", extra={"turn_count": len(back), "is_stalled": blames})
 
-    def _start(self, claims: Iterable[TurnClaim], run: RunConfig) -> None:
-        """Begin turns that were claimed just now."""
+    def _start(self, claims: Iterable[TurnClaim], served: ServedRun, version: int | None) -> None:
+        """Begin turns of a run that were claimed just now. version: see `RunningTurn`."""
         now = self._clock.now_s()
         for claim in claims:
             if claim.log is not None and not self._engine.cannot_resume.isdisjoint(claim.job.sampling.row()):
                 claim = _begun_anew(claim)
             self._begun_count += 1
-            turn = RunningTurn.begin(claim, self._options.worker_id, now, number=self._begun_count)
+            number, timings = self._begun_count, served.timings
+            turn = RunningTurn.begin(
+                claim,
+                self._options.worker_id,
+                now,
+                number=number,
+                run_id=served.run_id,
+                timings=timings,
+                version=version,
+            )
             if claim.waited_s is not None and not claim.is_handed_over:
-                self.timings.note("turn_queue", claim.waited_s, trajectory_of(claim.job.turn_id))
+                timings.note("turn_queue", claim.waited_s, trajectory_of(claim.job.turn_id))
             self._turns[turn.request_id] = turn
             size = turn.size(self._options.context_tokens_max)
             self._kv_room.note_begun(size.context_tokens, size.reserve_tokens - size.context_tokens)
             try:
-                self._engine.generate(turn.request(cache_salt(run, claim.job.turn_id)))
+                self._engine.generate(turn.request(cache_salt(served.run, claim.job.turn_id)))
             except EngineError as error:
                 reason = "refused" if isinstance(error, EngineUnsupported) else "error"
                 self._done.append(Generation(request_id=turn.request_id, finish_reason=reason, error=str(error)))
                 self._wake()
 
-    def _settles(self) -> dict[str, TurnSettle]:
-        """Make the settles of turns that have ended, by request id; leave out turns that are no longer ours."""
+    def _settles(self, run_id: str) -> dict[str, TurnSettle]:
+        """Make the settles of a run's turns that have ended, by request id; leave out those that are no longer ours."""
         found = {}
         for each in self._done:
             turn = self._turns.get(each.request_id)
-            if turn is not None and turn.back is None and each.finish_reason in ENDED:
+            is_ours = turn is not None and turn.run_id == run_id and turn.back is None
+            if turn is not None and is_ours and each.finish_reason in ENDED:
                 found[each.request_id] = turn.settle(each)
         return found
 
-    def _renewals(self, ended: Container[str]) -> list[TurnProgress]:
-        """Make the renewals that are due, except for turns `ended`; add a turn's tokens if there are new ones."""
+    def _renewals(self, ended: Container[str], run_id: str) -> list[TurnProgress]:
+        """Make a run's renewals that are due, except for turns `ended`; add a turn's tokens if there are new ones."""
         now, log_s = self._clock.now_s(), self._options.log_s
-        turns = self._turns.items()
+        turns = [(name, each) for name, each in self._turns.items() if each.run_id == run_id]
         due = {name: each for name, each in turns if each.renewed_at_s <= now - log_s and name not in ended}
         if not due:
             return []
@@ -270,12 +332,13 @@ class RunningTurns:
 
     # ---- turns that end before their time
 
-    async def _drop(self, turn_ids: Container[str]) -> None:
-        """Stop turns whose claim is lost: cancelled, taken over, or asked for anew while the old one still ran.
+    async def _drop(self, turn_ids: Container[str], run_id: str) -> None:
+        """Stop a run's turns whose claim is lost: cancelled, taken over, or asked for anew while the old one still ran.
 
         Drop their tokens too: a later claim of the same turn must never be settled with them.
         """
-        lost = [name for name, each in self._turns.items() if each.claim.job.turn_id in turn_ids]
+        turns = self._turns.items()
+        lost = [name for name, each in turns if each.run_id == run_id and each.claim.job.turn_id in turn_ids]
         if not lost:
             return
         self._forget(lost)
@@ -344,19 +407,19 @@ class RunningTurns:
         self._kv_room.note_ended(turn.read_count - len(turn.claim.job.prompt_ids) + count)
         if first_s is None:
             return
-        self.timings.note("ttft", first_s, name)
+        turn.timings.note("ttft", first_s, name)
         self._prefill.note(max(0, turn.read_count - ended.cached_token_count), first_s)
         if turn.claim.is_handed_over and turn.claim.waited_s is not None:
-            self.timings.note("handover", turn.claim.waited_s + first_s, name)
+            turn.timings.note("handover", turn.claim.waited_s + first_s, name)
         if count > 1:
-            self.timings.note("tpot", (self._clock.now_s() - turn.begun_s - first_s) / (count - 1), name)
+            turn.timings.note("tpot", (self._clock.now_s() - turn.begun_s - first_s) / (count - 1), name)
 
     def _trace(self, turn: RunningTurn, made: Generation | None, outcome: str) -> None:
         """Add the spans of a claim that ends now."""
         if not turn.claim.job.traceparent:
             return
         times = {"begun_s": turn.begun_s, "now_s": self._clock.now_s()}
-        trace_claim(self.timings.spans, turn.claim, turn.worker_id, made, **times, outcome=outcome)
+        trace_claim(turn.timings.spans, turn.claim, turn.worker_id, made, **times, outcome=outcome)
 
     async def look(self) -> None:
         """Watch the engine; for ever. Raises EngineError: it is gone."""
@@ -402,7 +465,8 @@ class TurnSize:
 class RunningTurn:
     """A claim of a turn, begun at `begun_s`. number: in the order in which the worker began them. renewed_at_s: when
     the broker last heard of it. saved_count: tokens that were sent to be saved. saved: what the broker has of them,
-    to_be_saved: once it has taken what it was sent last."""
+    to_be_saved: once it has taken what it was sent last. timings: of its run. version: of the weights that make its
+    tokens, by its run's name for them; None: by the engine's."""
 
     claim: TurnClaim
     number: int
@@ -410,6 +474,9 @@ class RunningTurn:
     begun_s: float
     renewed_at_s: float
     pulse: Pulse
+    run_id: str = ""
+    timings: RunTimings = field(default_factory=RunTimings)
+    version: int | None = None
     saved_count: int = 0
     saved: Saved = NOTHING_SAVED
     to_be_saved: Saved = NOTHING_SAVED
@@ -417,7 +484,17 @@ class RunningTurn:
     is_stalled: bool = False
 
     @classmethod
-    def begin(cls, claim: TurnClaim, worker_id: str, now_s: float, *, number: int) -> RunningTurn:
+    def begin(
+        cls,
+        claim: TurnClaim,
+        worker_id: str,
+        now_s: float,
+        *,
+        number: int,
+        run_id: str = "",
+        timings: RunTimings | None = None,
+        version: int | None = None,
+    ) -> RunningTurn:
         """Make the record of a turn that was claimed just now."""
         saved_count = len(claim.log.completion_ids) if claim.log else 0
         pulse = Pulse(0, now_s)
@@ -429,12 +506,15 @@ class RunningTurn:
             renewed_at_s=now_s,
             pulse=pulse,
             saved_count=saved_count,
+            run_id=run_id,
+            timings=timings or RunTimings(),
+            version=version,
         )
 
     @property
     def request_id(self) -> str:
         """The claim's name in the engine."""
-        return request_id_of(self.claim)
+        return request_id_of(self.run_id, self.claim)
 
     @property
     def read_count(self) -> int:
@@ -479,7 +559,7 @@ class RunningTurn:
         self.renewed_at_s = now_s
         if self.back is not None:
             return self.back
-        tokens = merge(self.claim.log, made, self.worker_id)
+        tokens = merge(self.claim.log, made, self.worker_id, self.version)
         count = len(tokens.completion_ids)
         if count <= self.saved_count or _excess(tokens) is not None:
             return TurnProgress(claim=self.claim)
@@ -502,7 +582,7 @@ class RunningTurn:
     def settle(self, generation: Generation) -> TurnSettle:
         """Make the settle with the tokens of all its claims."""
         prior = self.claim.log
-        made = merge(prior, generation, self.worker_id)
+        made = merge(prior, generation, self.worker_id, self.version)
         if generation.finish_reason in WHOLE and (excess := _excess(made)) is not None:
             generation = replace(generation, finish_reason="refused", error=excess)
         is_error = generation.finish_reason in FAILED
@@ -521,14 +601,14 @@ class RunningTurn:
 
     def take_out(self, made: Generation | None, *, is_stalled: bool) -> None:
         """Note that the turn goes on elsewhere from the tokens made here; made None: from those saved last."""
-        log = None if made is None else merge(self.claim.log, made, self.worker_id)
+        log = None if made is None else merge(self.claim.log, made, self.worker_id, self.version)
         log = None if log is not None and _excess(log) is not None else log
         self.back, self.is_stalled = TurnProgress(claim=self.claim, log=log), is_stalled
 
 
-def request_id_of(claim: TurnClaim) -> str:
-    """Return a claim's name in the engine."""
-    return f"{claim.job.turn_id}#{claim.fence}"
+def request_id_of(run_id: str, claim: TurnClaim) -> str:
+    """Return a claim's name in the engine: runs may have turns of the same name."""
+    return f"{claim.job.turn_id}#{claim.fence}@{run_id}"
 
 
 def _excess(log: TokenLog) -> str | None:
@@ -565,12 +645,16 @@ def _begun_anew(claim: TurnClaim) -> TurnClaim:
 EMPTY = TokenLog()
 
 
-def merge(prior: TokenLog | None, made: Generation | None, worker_id: str) -> TokenLog:
-    """Join the tokens of earlier claims with those made now; spans name each token's worker and policy version."""
+def merge(prior: TokenLog | None, made: Generation | None, worker_id: str, version: int | None = None) -> TokenLog:
+    """Join the tokens of earlier claims with those made now; spans name each token's worker and policy version.
+
+    version: of all that was made now, by the name of its run; None: as the engine names it.
+    """
     before = prior or EMPTY
     if made is None or not len(made.completion_ids):
         return before
-    spans = tuple(joined(Span(start, end, worker_id, version) for start, end, version in made.versions))
+    rows = ((start, end, named if version is None else version) for start, end, named in made.versions)
+    spans = tuple(joined(Span(start, end, worker_id, named) for start, end, named in rows))
     log = TokenLog(spans=spans, completion_ids=made.completion_ids, logprobs=made.logprobs, sides=made.sides)
     return followed(before, log) if len(before.completion_ids) else log  # almost always: nothing to put before it
 

@@ -176,6 +176,16 @@ class WeightReceiver:
         """Whether `version` is live, with nothing against it."""
         return self.version >= 0 and not self._is_in_doubt
 
+    @property
+    def live_sums(self) -> Sums | None:
+        """The sums of what is live; None: nothing is, or it is in doubt."""
+        return self._sums if self.is_sound else None
+
+    @property
+    def store(self) -> WeightStore:
+        """Where it reads what there is."""
+        return self._store
+
     # ---- what others may copy: see relay.live.SnapshotSource
 
     @property

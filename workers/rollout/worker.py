@@ -17,13 +17,16 @@ The loop, one verb a line, is `_turn_over`: follow the lease, give back turns th
   computed again, or finish first. In the last case no turn begins until they have ended; turns that take longer than
   `finish_s` go on elsewhere, with their tokens.
 - If a run's turns may not mix versions, they finish, and the worker drops tokens of another version.
+- A lease may come with guests: runs whose weights are the same, bit for bit. Their turns run beside those of the run
+  whose weights the worker follows, and share its slots by weight. Before those weights change, turns of guests go back
+  to their queue, with their tokens (guests.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -33,17 +36,19 @@ from ...fabric.contract.ids import new_process_id
 from ...fabric.contract.records import RunConfig, WorkerInfo
 from ...fabric.host.helpers import Helpers
 from ...fabric.host.memory import HeldMemory
-from ...fabric.ports.queue import Fabric, TurnQueue
+from ...fabric.ports.queue import Fabric
 from ...fabric.rules.queue.engine_watch import StallRule
 from ...fabric.rules.queue.retries import is_stale
+from ...fabric.rules.queue.share import Sharer, more
 from ...fabric.rules.queue.timings import Timings
 from ...fabric.tracing.spans import Spans
 from ..engines.base import Engine
 from .config import RolloutConfig as RolloutConfig
 from .engine_sleep import GivesBack, Readiness
+from .guests import Guest
 from .lease import LeaseKeeper, LeaseOptions
 from .report import Guarded, WorkerReport
-from .turns import RunningOptions, RunningTurns
+from .turns import RunningOptions, RunningTurns, ServedRun
 from .weights import AtCommit, WeightReceiver
 from .yielding import Yielding
 
@@ -51,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """Runs turns of the run that its lease names. keeper: its lease, and the terms of its serving team."""
+    """Runs turns of the runs that its lease names. keeper: its lease, and the terms of its serving team."""
 
     def __init__(
         self,
@@ -81,7 +86,7 @@ class RolloutWorker:
         self._make_receiver = make_receiver
         self._wake = asyncio.Event()
         self._has_room = asyncio.Event()
-        self._has_ended_all = asyncio.Event()
+        self._has_ended = asyncio.Event()
         rule = StallRule(stall_s=config.stall_s, first_token_s=config.first_token_s)
         running = RunningOptions(
             worker_id=config.worker_id, log_s=config.log_s, stall=rule, context_tokens_max=config.context_tokens_max
@@ -97,12 +102,12 @@ class RolloutWorker:
             engine, clock, sleep_after_s=config.sleep_after_s, memory=memory, changed=self._note_readiness
         )
         self._report = WorkerReport(engine, config, clock, readiness=self._readiness, guard=guard, held=held)
-        self._run: RunConfig | None = None
-        self._turns: TurnQueue | None = None
+        self._first: ServedRun | None = None  # whose weights the worker follows
+        self._guests: list[Guest] = []
         self._receiver: WeightReceiver | None = None
         self._is_engine_still = True  # see WeightReceiver
-        self._ring: asyncio.Task[None] | None = None
         self._may_begin = True
+        self._guests_must_leave = False
         self._is_overdue = False  # turns that should finish have taken too long
         self._is_asking = False
         self._asks_from_s = 0.0
@@ -138,21 +143,25 @@ class RolloutWorker:
         """Make one round: hand in, renew, claim, start."""
         await self._wait()
         await self._follow_lease()
-        if self._turns is None or self._run is None:
+        if self._first is None:
             return
         await self._part_with_standing()
         await self._part_with_overdue()
         await self._part_with_yielding()
-        await self._running.hand_back(self._turns)
+        await self._part_with_guests()
+        for served in self._all_served():
+            await self._running.hand_back(served)
         try:
             self._is_asking = True
-            await self._exchange(self._turns, self._run)
+            for served in self._all_served():
+                await self._exchange(served)
         finally:
             self._is_asking = False
-        if not self._running:
-            self._has_ended_all.set()
+            self._has_ended.set()
         if self._free_count():
             self._has_room.set()
+            if self._guests and any(map(self._may_take, self._all_served())):
+                self._wake.set()  # others have no turns for the slots that were their part
 
     async def _wait(self) -> None:
         timer = asyncio.get_running_loop().call_later(self._config.poll_s, self._wake.set)
@@ -160,48 +169,99 @@ class RolloutWorker:
         timer.cancel()
         self._wake.clear()
 
-    async def _exchange(self, turns: TurnQueue, run: RunConfig) -> None:
-        lease, version = self._keeper.lease, self._active_version()
+    def _all_served(self) -> list[ServedRun]:
+        """List the runs whose turns we take; that whose weights we follow is in front."""
+        return [] if self._first is None else [self._first, *(guest.served for guest in self._guests)]
+
+    async def _exchange(self, served: ServedRun) -> None:
+        """Exchange with the queue of one run; leave a guest out that has nothing here, and had no turn just now."""
+        is_guest = served is not self._first
+        if self._clock.now_s() - served.asked_at_s >= self._config.poll_s:
+            served.may_have_work = True
+        if is_guest and not self._may_take(served) and not self._running.count_of(served.run_id):
+            return
+        lease = self._keeper.lease_of(served.run_id)
         has_lease = await self._running.exchange(
-            turns,
-            self._free_count,
+            served,
+            partial(self._free_count, served),
             lease_epoch=lease.lease_epoch if lease else 0,
-            active_version=version,
-            run=run,
+            active_version=self._version_of(served),
+            is_guest=is_guest,
         )
         if not has_lease:
             self._keeper.doubt()
 
+    def _may_take(self, served: ServedRun) -> bool:
+        """Tell whether a run may have turns that we could take."""
+        return served.may_have_work and self._version_of(served) >= 0
+
+    def _version_of(self, served: ServedRun) -> int:
+        """Return the live weights' version, as this run counts; -1: none of its versions has these weights."""
+        receiver = self._receiver
+        if receiver is None or served is self._first:
+            return self._active_version()
+        sums = receiver.live_sums
+        guest = next(guest for guest in self._guests if guest.served is served)
+        return -1 if sums is None or self._guests_must_leave else guest.version_of(sums)
+
     # ---- leases
 
     async def _follow_lease(self) -> None:
-        """Give everything back if the lease is gone; turn to another run if it names one."""
+        """Give everything back if the lease is gone; turn to another run if it names one; follow its guests."""
         if self._keeper.has_run_out:
             await self._give_back()
             await self._keeper.let_go()
         lease, is_awake = self._keeper.lease, self._is_awake()
         run_id = lease.run_id if lease and is_awake else None
-        if run_id == (self._run.run_id if self._run else None):
-            return
+        if run_id != (self._first.run_id if self._first else None):
+            await self._go_to(run_id)
+        if self._first is not None:
+            await self._follow_guests([guest.run_id for guest in lease.guests] if lease else [])
+
+    async def _go_to(self, run_id: str | None) -> None:
+        """Follow the weights of another run, and take its turns; None: of none."""
         await self._give_back()
+        await self._follow_guests([])
         await self._stop_receiving()
-        self._turns, self._run = None, None
+        if self._first is not None:
+            self._first.end()
+        self._first = None
         config = (await self._fabric.board.runs()).get(run_id) if run_id else None
         if config is None:
             return
-        self._turns, self._run = self._fabric.turns(config), config
+        self._first = self._served(config)
         self._receiver = self._make_receiver(config.run_id)
-        self._receiver.timings = self._timings.of(config.run_id)
-        self._running.begin_run(config.run_id, self._receiver.timings)
+        self._receiver.timings = self._first.timings
+        self._running.begin_run(config.run_id)
         self._receiver.gate = self._committing
         self._receiver.at_commit = _at_commit(config)
         self._receiver.is_engine_still = self._is_engine_still
         self._receiver.start()
 
+    def _served(self, config: RunConfig) -> ServedRun:
+        return ServedRun(run=config, queue=self._fabric.turns(config), timings=self._timings.of(config.run_id))
+
+    async def _follow_guests(self, run_ids: Sequence[str]) -> None:
+        """Take the turns of these runs, too, and give back those of others."""
+        for guest in [each for each in self._guests if each.served.run_id not in run_ids]:
+            self._mute()
+            await self._running.give_back(guest.served)
+            await guest.close()
+            self._guests.remove(guest)
+        known = [each.run_id for each in self._all_served()]
+        missing = [run_id for run_id in run_ids if run_id not in known]
+        if missing and self._receiver is not None:
+            configs = await self._fabric.board.runs()
+            for run_id in missing:
+                if run_id in configs:
+                    guest = Guest(self._served(configs[run_id]), self._receiver.store, self._clock, self._wake.set)
+                    self._guests.append(guest)
+                    guest.start()
+
     def _is_awake(self) -> bool:
         """Begin to wake the engine or put it to sleep, if that is due; return whether it may be used now."""
         watch = self._running.watch
-        is_in_use = self._turns is not None or bool(self._running) or watch.is_owing or watch.is_hung
+        is_in_use = self._first is not None or bool(self._running) or watch.is_owing or watch.is_hung
         self._readiness.follow(has_lease=self._keeper.lease is not None, is_in_use=is_in_use)
         return self._readiness.is_awake
 
@@ -213,10 +273,11 @@ class RolloutWorker:
 
     async def _give_back(self) -> None:
         """Give every running turn back to its queue, with its tokens: the lease is revoked, or we leave."""
-        if self._turns is None or not self._running:
+        if not self._running:
             return
         self._mute()
-        await self._running.give_back(self._turns)
+        for served in self._all_served():
+            await self._running.give_back(served)
 
     async def _part_with_standing(self) -> None:
         """Release turns that stand still, so that another worker can run them."""
@@ -244,11 +305,20 @@ class RolloutWorker:
             self._mute()
             await self._running.take_out(names)
 
+    async def _part_with_guests(self) -> None:
+        """Release turns of guests before the weights change: the new ones are none of theirs."""
+        names = self._running.inside_of([guest.served.run_id for guest in self._guests])
+        if self._guests_must_leave and names:
+            self._mute()
+            await self._running.take_out(names)
+            self._has_ended.set()
+
     def _mute(self) -> None:
-        """Stop listening at the doorbell: the ring for turns that we give back is for others."""
+        """Stop listening at the doorbells: the ring for turns that we give back is for others."""
         self._has_room.clear()
-        if self._ring is not None:
-            self._ring.cancel()
+        for served in self._all_served():
+            if served.ring is not None:
+                served.ring.cancel()
 
     async def _stop_receiving(self) -> None:
         if self._receiver is not None:
@@ -259,7 +329,8 @@ class RolloutWorker:
     async def _leave(self) -> None:
         await self._readiness.close()
         forget = partial(self._fabric.board.forget_worker, self._config.worker_id)
-        for step in (self._give_back, self._stop_receiving, self._tell_timings, forget):
+        see_off = partial(self._follow_guests, [])
+        for step in (self._give_back, see_off, self._stop_receiving, self._tell_timings, forget):
             try:
                 await step()
             except FabricError as error:
@@ -294,27 +365,40 @@ class RolloutWorker:
 
     def _is_stale(self) -> bool:
         """Tell whether newer weights fail to come, and the live ones are too old for turns of the run."""
-        receiver, run = self._receiver, self._run
-        if receiver is None or run is None or self._behind() is None:
+        receiver, first = self._receiver, self._first
+        if receiver is None or first is None or self._behind() is None:
             return False
-        return is_stale(receiver.version, receiver.head_version, run.staleness)
+        return is_stale(receiver.version, receiver.head_version, first.run.staleness)
 
     @asynccontextmanager
     async def _committing(self) -> AsyncIterator[None]:
-        """Wrap the writing of weights: expect no steps meanwhile; if turns must finish, wait for them, begin none."""
-        self._may_begin = self._run is None or not self._run.turns_finish
+        """Wrap the writing of weights: expect no steps meanwhile; if turns must finish, wait for them, begin none.
+
+        Turns of guests leave first, in any case.
+        """
+        self._may_begin = self._first is None or not self._first.run.turns_finish
+        self._guests_must_leave = True
+        self._wake.set()
         timer = asyncio.get_running_loop().call_later(self._config.finish_s, self._note_overdue)
         try:
-            while not self._may_begin and (self._running or self._is_asking):
-                self._has_ended_all.clear()
-                await self._has_ended_all.wait()
+            while self._must_wait():
+                self._has_ended.clear()
+                await self._has_ended.wait()
             await self._until_open()
             self._running.watch.is_excused = True
             yield
         finally:
             timer.cancel()
             self._may_begin, self._is_overdue, self._running.watch.is_excused = True, False, False
+            self._guests_must_leave = False
             self._wake.set()
+
+    def _must_wait(self) -> bool:
+        """Tell whether turns are here, or on their way, that new weights must not meet."""
+        if not self._may_begin:
+            return bool(self._running) or self._is_asking
+        guests = [guest.served.run_id for guest in self._guests]
+        return bool(guests) and (self._is_asking or bool(self._running.inside_of(guests)))
 
     async def _until_open(self) -> None:
         """Wait for the guard to open, at most commit_wait_s: writing weights delays serving like a long step."""
@@ -328,14 +412,21 @@ class RolloutWorker:
             self._is_overdue = True
             self._wake.set()
 
-    def _free_count(self, ended_count: int = 0) -> int:
-        """Count the turns that may be claimed, once `ended_count` of those that count as running are handed in."""
+    def _free_count(self, served: ServedRun | None = None, ended_count: int = 0) -> int:
+        """Count the turns that may be claimed, once `ended_count` of those that count as running are handed in.
+
+        served: for this run, beside others; None: for all together.
+        """
         is_barred = not self._may_begin or self._active_version() < 0 or self._trouble() is not None
-        if is_barred or self._is_stale() or self._clock.now_s() < self._asks_from_s:
+        if is_barred or self._clock.now_s() < self._asks_from_s:
+            return 0
+        if self._is_stale() if served in (None, self._first) else self._version_of(served) < 0:
             return 0
         running_count = len(self._running) - ended_count
         slot_count = self._keeper.slot_count
         free = max(0, slot_count - running_count)
+        if served is not None and self._guests:
+            free = min(free, self._part_of(served, slot_count, ended_count))
         bounds = (
             self._running.watch.may_take(running_count),
             self._yielding.may_take(),
@@ -343,43 +434,74 @@ class RolloutWorker:
         )
         return min([free, *(bound for bound in bounds if bound is not None)])
 
+    def _part_of(self, served: ServedRun, slot_count: int, ended_count: int) -> int:
+        """Count the slots that a run may take beside its guests, or hosts: by weight, as agents share their places."""
+        sharers = [
+            Sharer(
+                run_id=each.run_id,
+                weight=each.run.weight,
+                held=self._running.count_of(each.run_id) - (ended_count if each is served else 0),
+                may_have_work=each is served or self._may_take(each),
+                served=each.served,
+            )
+            for each in self._all_served()
+        ]
+        return more(slot_count, sharers, served.run_id)
+
     # ---- loops beside the rounds
 
     async def _follow_run(self) -> None:
-        """Take in changed settings of the run, for claims and commits from then on; give no turn back."""
+        """Take in changed settings of the runs, for claims and commits from then on; give no turn back."""
         while True:
             await self._clock.sleep(self._config.runs_s)
             try:
-                runs = await self._fabric.board.runs() if self._run else {}
+                runs = await self._fabric.board.runs() if self._first else {}
             except FabricError as error:
                 log.warning("worker.settings_not_read", extra={"error": str(error)})
                 continue
-            config = runs.get(self._run.run_id) if self._run else None
-            if config is not None and self._receiver is not None:
-                self._run, self._receiver.at_commit = config, _at_commit(config)
+            for served in self._all_served():
+                served.run = runs.get(served.run_id, served.run)
+            if self._first is not None and self._receiver is not None:
+                self._receiver.at_commit = _at_commit(self._first.run)
 
     async def _listen(self) -> None:
-        """Answer the doorbell while there is room: one exchange for each ring, so that other workers hear the next."""
+        """Answer the doorbells while there is room: one exchange for each ring, so that other workers hear the next."""
         while True:
             await self._has_room.wait()
             self._has_room.clear()
-            if self._turns is None:
+            waiting = self._all_served()
+            if not waiting:
                 continue
-            ring = self._ring = asyncio.create_task(self._turns.wait(self._config.worker_id, 1.0))
+            for served in waiting:
+                if served.ring is None:
+                    served.ring = asyncio.create_task(served.queue.wait(self._config.worker_id, 1.0))
             try:
-                await asyncio.wait((ring,))
-                if not ring.cancelled():
-                    ring.result()
+                rings = [served.ring for served in waiting if served.ring is not None]
+                await asyncio.wait(rings, return_when=asyncio.FIRST_COMPLETED)
+                for served in waiting:
+                    self._hear(served)
             except (BrokerError, WireError):
                 await self._clock.sleep(self._config.poll_s)
-            finally:
-                ring.cancel()
+            except asyncio.CancelledError:
+                for served in waiting:
+                    served.end()
+                raise
             self._wake.set()
+
+    def _hear(self, served: ServedRun) -> None:
+        """Take note of a ring. Raises BrokerError, WireError: the doorbell could not be watched."""
+        ring = served.ring
+        if ring is None or not ring.done():
+            return
+        served.ring, served.may_have_work = None, True
+        if not ring.cancelled():
+            ring.result()
 
     def _info(self) -> WorkerInfo:
         return self._report.info(
-            run_id=self._run.run_id if self._run else None,
+            run_id=self._first.run_id if self._first else None,
             active_version=self._active_version(),
+            guests={guest.served.run_id: self._version_of(guest.served) for guest in self._guests},
             running_count=len(self._running),
             trouble=self._trouble(),
             behind=self._behind(),

@@ -196,6 +196,7 @@ class LiveWeights:
         self.gate: Callable[[], Any] = nullcontext
         self.is_sound = self.is_engine_still = True
         self.ready_s: float | None = None
+        self.live_sums = np.zeros(1, np.uint64)
 
     def start(self) -> None:
         return
