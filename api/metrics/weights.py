@@ -37,7 +37,7 @@ def _heads(status: Status) -> Iterator[Metric]:
     active = gauge("active_version_min", "Oldest policy version that a live worker of the run generates with.", "run")
     for weights in status.weights:
         head.add_metric([weights.run_id], weights.head_version)
-        found = [worker.active_version for worker in status.workers if _generates(worker, weights.run_id)]
+        found = [worker.version_of(weights.run_id) for worker in status.workers if _generates(worker, weights.run_id)]
         if found:
             active.add_metric([weights.run_id], min(found))
     yield from (head, active)
@@ -103,4 +103,4 @@ def _head(weights: WeightsView) -> WeightVersion | None:
 
 
 def _generates(worker: WorkerView, run_id: str) -> bool:
-    return worker.is_fresh and worker.role in GENERATING and worker.run_id == run_id
+    return worker.is_fresh and worker.role in GENERATING and run_id in (worker.run_id, *worker.guest_versions)

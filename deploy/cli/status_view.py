@@ -126,7 +126,7 @@ def _workers_table(role: str, rows: Sequence[dict[str, Any]], leases: dict[str, 
         "pool": [row["pool"] if is_wide else "" for row in rows],
         "lend": [row.get("lend") or "" for row in rows],
         "lease": [str(leases[name]["slot_count"]) if (name := row["worker_id"]) in leases else "" for row in rows],
-        "run": [row["run_id"] or "" for row in rows],
+        "run": [_runs(row) for row in rows],
         "version": [str(row["active_version"]) if row["active_version"] >= 0 else "" for row in rows],
         "engine": [(row["engine"] or "") if is_wide else "" for row in rows],
         "memory": [_memory(row) if is_wide else "" for row in rows],
@@ -139,6 +139,12 @@ def _workers_table(role: str, rows: Sequence[dict[str, Any]], leases: dict[str, 
     for row in zip(*shown.values(), strict=True):
         table.add_row(*cells(*row))
     return table
+
+
+def _runs(row: dict[str, Any]) -> str:
+    """Name the run whose weights a worker follows, and count those that it serves beside."""
+    guest_count = len(row["guest_versions"])
+    return (row["run_id"] or "") + (f" +{guest_count}" if guest_count else "")
 
 
 def _state(row: dict[str, Any]) -> Cell:

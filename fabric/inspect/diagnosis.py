@@ -265,8 +265,7 @@ class _View:
 
     def is_behind(self, info: WorkerInfo) -> bool:
         """Tell whether a worker's weights are too old to take turns of the run."""
-        is_here = info.run_id == self.config.run_id
-        held = info.active_version if is_here else -1
+        held = info.version_of(self.config.run_id)
         return held < 0 or self.run.head_version - held > self.config.staleness
 
     def cause(self, code: str, text: str, step: str = "", *, kind: Kind | None = None) -> Cause:
@@ -562,7 +561,7 @@ def _weights(view: _View) -> Iterator[Cause]:
     troubled = [each for each in behind if each.error]
     named = "; ".join(_weights_of(view, each) for each in (troubled or behind)[:NAME_COUNT])
     head, staleness = view.run.head_version, view.config.staleness
-    if any(view.is_behind(each) and each.active_version >= 0 and each.run_id == view.config.run_id for each in behind):
+    if any(view.is_behind(each) and each.version_of(view.config.run_id) >= 0 for each in behind):
         bound = f"the head is version {head}, staleness allows {staleness}"
         text = f"no worker of {view.name} may generate: {bound}, and {named}"
         yield view.cause("staleness" if troubled else "catching_up", text, _heal(view) if troubled else _FETCHES)
@@ -584,8 +583,8 @@ def _heal(view: _View) -> str:
 
 def _weights_of(view: _View, info: WorkerInfo) -> str:
     name = _plain(info.worker_id)
-    is_here = info.run_id == view.config.run_id and info.active_version >= 0
-    held = f"{name} holds version {info.active_version}" if is_here else f"{name} holds none of its weights yet"
+    version = info.version_of(view.config.run_id)
+    held = f"{name} holds version {version}" if version >= 0 else f"{name} holds none of its weights yet"
     return f"{held}: {_plain(info.error)}" if info.error else held
 
 

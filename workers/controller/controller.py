@@ -33,7 +33,7 @@ from ...fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_req
 from ...fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, plan
 from ...fabric.rules.lending.division import settle
 from ...fabric.rules.lending.lease import has_ended
-from .demand import Census
+from .demand import Census, first_of
 from .lease_log import LeaseLog
 
 log = logging.getLogger(__name__)
@@ -107,15 +107,15 @@ class Controller:
         passed_s, now_s = self._mind_the_gap()
         survey, lends = await self._board.survey(), await self._board.lends()
         workers, silent = self._told_apart(survey)
-        facts = self._census.workers(workers.values(), survey, lends, now_s=now_s, wall_ms=survey.wall_ms)
         runs = self._census.runs(survey.runs.values(), now_s)
+        facts = self._census.workers(workers.values(), survey, lends, now_s=now_s, wall_ms=survey.wall_ms)
         self._owed = settle(self._owed, self._grants, runs, passed_s, self._config.rule)
         runs = [dataclasses.replace(run, owed=self._owed.get(run.run_id, 0.0)) for run in runs]
         self._advice = advise(facts, runs, self._advice, now_s, self._config.advice)
         facts = followed(facts, self._advice)
         grants = self._grants = plan(facts, runs, self._config.rule)
         self._census.learn(facts, grants, now_s)
-        changes, news = self._changes(term, grants, survey)
+        changes, news = self._changes(term, grants, {run.run_id: run.names for run in runs}, survey)
         gone = [_ended(lease) for lease in _left_behind(workers, survey)]
         changes += [LeaseChange(lease=lease, is_end=True) for lease in gone]
         news |= {lease.lease_epoch for lease in gone}
@@ -155,39 +155,39 @@ class Controller:
             (live if is_trusting or age_ms <= self._config.worker_age_ms_max else silent)[name] = info
         return live, silent
 
-    def _changes(self, term: int, grants: Sequence[Grant], survey: Survey) -> tuple[list[LeaseChange], set[int]]:
-        """List the changes of a plan, and the epochs of leases that are news; leave out those that stand as granted."""
+    def _changes(
+        self, term: int, grants: Sequence[Grant], names: Mapping[str, Sequence[str]], survey: Survey
+    ) -> tuple[list[LeaseChange], set[int]]:
+        """List the changes of a plan, and the epochs of leases that are news; leave out those that stand as granted.
+
+        names: of the runs that were planned as one. Each has a lease then; the worker goes on following the same one.
+        """
         changes: list[LeaseChange] = []
         news: set[int] = set()
         by_worker = _by_worker(survey)
         for grant in grants:
-            mine: Lease | None = None
-            for held in by_worker.get(grant.worker_id, ()):
-                if held.run_id == grant.run_id:
-                    mine = held
-                    continue
-                ending = self._numbered(term, held, slot_count=0, reason=grant.reason)
+            held = by_worker.get(grant.worker_id, {})
+            wanted = () if grant.run_id is None else _in_order(names[grant.run_id], first_of(survey, grant.worker_id))
+            for lease in (each for each in held.values() if each.run_id not in wanted):
+                ending = self._numbered(term, lease, slot_count=0, reason=grant.reason)
                 changes.append(LeaseChange(lease=ending, is_end=True))
                 news.add(ending.lease_epoch)
-            if grant.run_id is None:
-                continue
-            is_same = mine is not None and _stands(mine, grant, term)
-            is_told = survey.assignments.get(grant.worker_id) == grant.run_id
-            if is_same and is_told and grant.is_standing:
-                continue
-            lease = dataclasses.replace(
-                mine
-                or Lease(
-                    worker_id=grant.worker_id, run_id=grant.run_id, lease_epoch=0, slot_count=0, lease_until_ms=None
-                ),
-                lease_until_ms=None,
-                reason=grant.reason,
-            )
-            if not is_same:
-                lease = self._numbered(term, lease, slot_count=grant.slot_count, reason=grant.reason)
-                news.add(lease.lease_epoch)
-            duration_ms = None if grant.is_standing else self._config.lease_ms
-            changes.append(LeaseChange(lease=lease, duration_ms=duration_ms))
+            runs = " ".join(wanted)
+            is_told = survey.assignments.get(grant.worker_id) == runs
+            for run_id in wanted:
+                mine = held.get(run_id)
+                is_same = mine is not None and _stands(mine, grant, term)
+                if is_same and is_told and grant.is_standing:
+                    continue
+                lease = mine or Lease(
+                    worker_id=grant.worker_id, run_id=run_id, lease_epoch=0, slot_count=0, lease_until_ms=None
+                )
+                lease = dataclasses.replace(lease, lease_until_ms=None, reason=grant.reason)
+                if not is_same:
+                    lease = self._numbered(term, lease, slot_count=grant.slot_count, reason=grant.reason)
+                    news.add(lease.lease_epoch)
+                duration_ms = None if grant.is_standing else self._config.lease_ms
+                changes.append(LeaseChange(lease=lease, duration_ms=duration_ms, runs=runs))
         return changes, news
 
     def _numbered(self, term: int, lease: Lease, *, slot_count: int, reason: str) -> Lease:
@@ -230,7 +230,12 @@ class Controller:
         if self._shown is not None and now_s - self._shown_at_s < PLAN_S:
             return self._shown
         rows = tuple(_row(workers[grant.worker_id], grant) for grant in grants)
-        demand = tuple(_demand(run, grants, moved_at_ms[run.run_id]) for run in runs)
+        counts = self._census.open_counts
+        demand = tuple(
+            _demand(name, counts[name], [grant for grant in grants if grant.run_id == run.run_id], moved_at_ms[name])
+            for run in runs
+            for name in run.names
+        )
         shown = LeasePlan(
             controller_id=self._config.worker_id,
             term=term,
@@ -293,12 +298,18 @@ class Standing:
         return events
 
 
-def _by_worker(survey: Survey) -> dict[str, list[Lease]]:
-    found: dict[str, list[Lease]] = {}
-    for leases in survey.leases.values():
+def _by_worker(survey: Survey) -> dict[str, dict[str, Lease]]:
+    """Return the leases of each worker, by run."""
+    found: dict[str, dict[str, Lease]] = {}
+    for run_id, leases in survey.leases.items():
         for name, lease in leases.items():
-            found.setdefault(name, []).append(lease)
+            found.setdefault(name, {})[run_id] = lease
     return found
+
+
+def _in_order(names: Sequence[str], first: str) -> Sequence[str]:
+    """Put `first` in front, if it is among these names."""
+    return [first, *(name for name in names if name != first)] if first in names else names
 
 
 def _stands(lease: Lease, grant: Grant, term: int) -> bool:
@@ -337,12 +348,12 @@ def _row(info: WorkerInfo, grant: Grant) -> PlanRow:
     )
 
 
-def _demand(run: RunFacts, grants: Sequence[Grant], moved_at_ms: int) -> RunDemand:
-    own = [grant for grant in grants if grant.run_id == run.run_id]
+def _demand(run_id: str, open_count: int, grants: Sequence[Grant], moved_at_ms: int) -> RunDemand:
+    """Show what a run needs and may use: the slots of these grants, all of them."""
     return RunDemand(
-        run_id=run.run_id,
-        open_count=run.open_count,
-        dedicated_count=sum(grant.slot_count for grant in own if grant.is_standing),
-        borrowed_count=sum(grant.slot_count for grant in own if not grant.is_standing),
+        run_id=run_id,
+        open_count=open_count,
+        dedicated_count=sum(grant.slot_count for grant in grants if grant.is_standing),
+        borrowed_count=sum(grant.slot_count for grant in grants if not grant.is_standing),
         moved_at_ms=moved_at_ms,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.contract.sharing import ALL, LendSetting
@@ -20,6 +20,7 @@ from ...fabric.rules.lending.capacity_facts import SWITCH_S_MAX
 from ...fabric.rules.lending.hours import minute_of_week
 from ...fabric.rules.lending.lease import has_ended
 from ...fabric.rules.lending.terms import LendTerms, terms
+from ...fabric.rules.lending.together import together
 
 ROLES = ("dedicated", "serving")
 WAKE_MS = 10_000  # assumed if an engine never woke yet: so it comes after all engines that are known to be quicker
@@ -66,9 +67,13 @@ class _Speed:
 
 
 class Census:
-    """Makes facts for the rules, from one reading after another."""
+    """Makes facts for the rules, from one reading after another.
+
+    open_counts: the slots that each run has work for, by itself.
+    """
 
     def __init__(self) -> None:
+        self.open_counts: dict[str, int] = {}
         self._busy_at_s: dict[str, float] = {}
         self._asked_at_s: dict[str, float] = {}
         self._turns: dict[str, list[tuple[float, int]]] = {}  # run → turns that it had at once, and when, lately
@@ -81,6 +86,7 @@ class Census:
         self._unfit: dict[str, tuple[int, float]] = {}  # run → its head that a worker could not get, and when
         self._given: dict[str, list[int]] = {}  # run → slots of its workers, by the last plan
         self._spare_at_s: dict[str, float] = {}
+        self._firsts: dict[str, str] = {}  # run → the one as which it is planned, with others
         self._moved: dict[
             str, tuple[int, int]
         ] = {}  # run → sum of its signs of progress, and since when (ms, fabric's clock)
@@ -89,8 +95,9 @@ class Census:
         """Say when each run last made progress: a token, a turn, an end; at first the time of the first reading."""
         made: dict[str, int] = {}
         for info, _ in survey.workers.values():
-            if info.run_id is not None:
-                made[info.run_id] = made.get(info.run_id, 0) + info.token_count
+            for run_id in (info.run_id, *info.guest_versions):
+                if run_id is not None:
+                    made[run_id] = made.get(run_id, 0) + info.token_count
         found: dict[str, tuple[int, int]] = {}
         for run_id, status in survey.runs.items():
             sign = sum(status.counters.values()) + made.get(run_id, 0)
@@ -112,12 +119,7 @@ class Census:
         self._busy_at_s = {name: at_s for name, at_s in self._busy_at_s.items() if name in survey.runs}
         self._asked_at_s = {name: at_s for name, at_s in self._asked_at_s.items() if name in survey.runs}
         self._turns = {name: counts for name, counts in self._turns.items() if name in survey.runs}
-        leased = {
-            name: run_id
-            for run_id, leases in survey.leases.items()
-            for name, lease in leases.items()
-            if not has_ended(lease)
-        }
+        leased = _leased(survey)
         offers = _Offers(lends, minute_of_week(wall_ms))
         return [
             self._worker(info, leased.get(info.worker_id), now_s, offers.of(info))
@@ -150,7 +152,7 @@ class Census:
             load_fraction=info.load_fraction,
             request_count=info.request_count,
             pool=info.pool,
-            run_id=run_id,
+            run_id=None if run_id is None else self._firsts.get(run_id, run_id),
             is_lent=leased is not None,
             activation_ms=_activation_ms(info) if leased is None else 0,  # under a lease it is waking already
             fetch_ms=(info.switch_ms or 0) if leased is None else 0,
@@ -200,15 +202,20 @@ class Census:
         """Make the facts of all runs.
 
         Where another run of its model asks for turns, a run wants as many slots as it had turns at once lately: what is
-        in its environments would keep a worker idle, and the other waiting.
+        in its environments would keep a worker idle, and the other waiting. Runs of the same weights are one.
         """
         asked = [(status, self._turn_count(status, now_s)) for status in statuses]
         asking = Counter(_pool_key(status) for status, count in asked if count)
+        asking_alike = Counter(_engine_key(status) for status, count in asked if count)
         found = []
         for status, count in asked:
-            has_others = asking[_pool_key(status)] > bool(count)
+            has_others = asking[_pool_key(status)] > asking_alike[_engine_key(status)]
             found.append(self.run(status, now_s, turn_count=count if has_others else None))
-        return found
+        self.open_counts = {run.run_id: run.open_count for run in found}
+        found = together(found)
+        self._firsts = {name: run.run_id for run in found for name in run.runs}
+        spare_s = {run.run_id: self._spare_s(run.run_id, run.open_count, now_s) for run in found if run.runs}
+        return [replace(run, spare_s=spare_s.get(run.run_id, run.spare_s)) for run in found]
 
     def _turn_count(self, status: RunStatus, now_s: float) -> int:
         """Count the turns that a run had at once lately, ready or claimed: the most. Without weights it has none."""
@@ -242,6 +249,7 @@ class Census:
             open_count=open_count,
             idle_s=now_s - self._busy_at_s[run_id],
             spare_s=self._spare_s(run_id, open_count, now_s),
+            weights=status.weights,
             is_unfit=self._is_unfit(status, now_s),
             left_tokens=_left_tokens(status, queued, running),
         )
@@ -279,6 +287,21 @@ class Census:
                 del table[name]
 
 
+def _leased(survey: Survey) -> dict[str, str]:
+    """Return the run whose lease each worker has; of those with several, the one whose weights it follows."""
+    found: dict[str, str] = {}
+    for run_id, leases in survey.leases.items():
+        for name, lease in leases.items():
+            if not has_ended(lease) and (name not in found or first_of(survey, name) == run_id):
+                found[name] = run_id
+    return found
+
+
+def first_of(survey: Survey, worker_id: str) -> str:
+    """Return the run whose weights a worker was told to follow; "": none."""
+    return survey.assignments.get(worker_id, "").partition(" ")[0]
+
+
 class _Offers:
     """The offers of serving teams at this minute of the week; looks up once all workers that the same settings name."""
 
@@ -305,6 +328,11 @@ class _Offers:
 
 def _pool_key(status: RunStatus) -> str:
     return status.config.model_digest or status.config.model
+
+
+def _engine_key(status: RunStatus) -> tuple[str, str]:
+    """Return what runs have in common that one engine can serve at once."""
+    return _pool_key(status), status.weights or status.config.run_id
 
 
 def _activation_ms(info: WorkerInfo) -> int:

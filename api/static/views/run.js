@@ -277,14 +277,19 @@ const versionText = (row, headVersion) =>
 
 // ---------------------------------------------------------------- weights
 
+/** The version of a run that a worker generates with, also as a guest; -1: none. */
+const versionOf = (worker, runId) =>
+  worker.run_id === runId ? worker.active_version : (worker.guest_versions[runId] ?? -1);
+
 function versions(status, run) {
   const weights = status.weights.find((each) => each.run_id === run.run_id);
   const rows = [...(weights?.versions ?? [])].reverse();
-  const holders = status.workers.filter(
-    (worker) => worker.is_fresh && worker.run_id === run.run_id && worker.active_version >= 0,
-  );
+  const holders = status.workers
+    .filter((worker) => worker.is_fresh)
+    .map((worker) => ({ worker_id: worker.worker_id, version: versionOf(worker, run.run_id) }))
+    .filter((holder) => holder.version >= 0);
   const shown = new Set(rows.map((row) => row.version));
-  const older = holders.filter((worker) => !shown.has(worker.active_version));
+  const older = holders.filter((worker) => !shown.has(worker.version));
   const held =
     weights && weights.head_version >= 0
       ? `${weights.held_count} held${weights.held_bytes === null ? "" : `, ${bytes(weights.held_bytes)}`} · head ${weights.head_version}`
@@ -307,7 +312,7 @@ function versions(status, run) {
           "p.pad.faint",
           null,
           "On older ones: ",
-          older.map((worker) => `${worker.worker_id} (v${worker.active_version})`).join(", "),
+          older.map((worker) => `${worker.worker_id} (v${worker.version})`).join(", "),
         ),
     ),
   );
@@ -339,7 +344,7 @@ const versionColumns = (holders, headVersion) => [
 ];
 
 function holdersOf(row, holders) {
-  const found = holders.filter((worker) => worker.active_version === row.version).map((worker) => worker.worker_id);
+  const found = holders.filter((worker) => worker.version === row.version).map((worker) => worker.worker_id);
   const shown = found.slice(0, 6).join(", ");
   return found.length
     ? [`${count(found.length)}: ${shown}${found.length > 6 ? ", …" : ""}`]

@@ -137,7 +137,7 @@ export function workerColumns(status, reports = new Map()) {
     {
       name: "Run",
       width: "minmax(0, 1fr)",
-      cell: (worker) => (worker.run_id ? h("a", { href: runHref(worker.run_id), f: "run" }, worker.run_id) : "–"),
+      cell: runCell,
     },
     { name: "Slots", width: "minmax(0, .9fr)", cell: slotsCell },
     {
@@ -212,6 +212,12 @@ const slotsCell = (worker) => [
       { f: "memory", title: "RAM, and memory of its device, that its processes hold" },
       bytes(worker.resident_bytes) + (worker.device_bytes !== null ? ` + ${bytes(worker.device_bytes)} device` : ""),
     ),
+];
+
+/** The run whose weights a worker follows, and those that it serves beside, as their weights are the same. */
+const runCell = (worker) => [
+  worker.run_id ? h("a", { href: runHref(worker.run_id), f: "run" }, worker.run_id) : "–",
+  ...Object.keys(worker.guest_versions).map((name) => h("small", { f: "guest" }, h("a", { href: runHref(name) }, name))),
 ];
 
 /** A worker's version: how far behind its run's head, and what the last change took. */

@@ -63,6 +63,7 @@ class RunFacts:
     spare_s: how long it has had a worker more than it has work for. is_unfit: a worker could not get its weights.
     owed: seconds of a dedicated slot that it is behind its share so far; below 0: ahead of it.
     left_tokens: what a mean open trajectory is expected to make still; None: none has ended yet.
+    weights: the digest of its head's weights; "": not known. runs: all that are planned as this one; (): itself alone.
     """
 
     run_id: str
@@ -76,6 +77,13 @@ class RunFacts:
     owed: float = 0.0
     left_tokens: float | None = None
     model_digest: str = ""
+    weights: str = ""
+    runs: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The runs that are planned as this one."""
+        return self.runs or (self.run_id,)
 
     @property
     def pool_key(self) -> str:

@@ -353,6 +353,36 @@ async def test_a_worker_that_looks_at_another_run_is_told_again() -> None:
     assert setting.tables.assignments["dedicated"] == "r1"
 
 
+async def test_runs_of_the_same_weights_have_leases_on_the_same_worker() -> None:
+    # Given a worker that serves a run
+    clock, setting = HandClock(), await Setting().begin(4)
+    controller = setting.controller(clock=clock)
+    await controller.tick(1)
+    first = (await setting.board.leases("r1"))["dedicated"]
+    # When another run has work, whose weights are the same
+    await setting.board.create_run(RunConfig(run_id="a", model="m", environment="e"))
+    for run_id in ("r1", "a"):
+        setting.fabric.tables_of(run_id).head = (0, "0123")
+    setting.demand(4, "a")
+    clock.now += 1.0
+    await controller.tick(1)
+    # Then both have all its slots, the first one's lease is as before, and the worker goes on following its weights
+    assert await setting.held() == {"dedicated": 4}
+    assert (await setting.board.leases("a"))["dedicated"].slot_count == 4
+    assert (await setting.board.leases("r1"))["dedicated"].lease_epoch == first.lease_epoch
+    assert setting.tables.assignments["dedicated"] == "r1 a"
+    assert {row.run_id: (row.open_count, row.dedicated_count) for row in (await setting.board.plan()).runs} == {
+        "r1": (4, 4),
+        "a": (4, 4),
+    }
+    # When its weights change, then one of them has the worker
+    setting.fabric.tables_of("a").head = (1, "4567")
+    await controller.tick(1)
+    assert setting.tables.assignments["dedicated"] in ("r1", "a")
+    held = {**await setting.held(), **await setting.board.leases("a")}
+    assert set(held) == {"dedicated"}
+
+
 async def test_a_guard_that_stays_shut_gives_the_worker_back_and_it_rests_afterwards() -> None:
     # Given a lent worker
     clock, setting = HandClock(), await Setting().begin(20, "on")
