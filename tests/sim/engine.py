@@ -47,7 +47,7 @@ class FakeEngine:
 
     Args:
         step_s: virtual seconds per token.
-        on_step: told before every step how many requests run. on_apply: told of new weights, as (version, digest).
+        on_step: told before every step which requests run. on_apply: told of new weights, as (version, digest).
         on_rest: told that it was put to sleep, or has woken, in a word.
     """
 
@@ -55,7 +55,7 @@ class FakeEngine:
         self,
         step_s: float,
         *,
-        on_step: Callable[[int], None],
+        on_step: Callable[[Sequence[str]], None],
         on_apply: Callable[[int, int], None],
         on_rest: Callable[[str], None],
     ) -> None:
@@ -223,7 +223,7 @@ class FakeEngine:
             self._may_step.clear()
 
     def _step(self) -> None:
-        self._on_step(len(self._requests))
+        self._on_step(list(self._requests))
         self._step_count += 1
         self._token_count += len(self._requests)
         for name, request in list(self._requests.items()):

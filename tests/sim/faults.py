@@ -224,7 +224,8 @@ class Faults:
     async def _clock_steps(self) -> None:
         step_s = self._random.choice((-CLOCK_STEP_S, CLOCK_STEP_S))
         self._world.store.set_ahead_s += step_s
-        self._world.facts.clock_trouble_s = asyncio.get_running_loop().time()
+        for watched in self._world.watched:
+            watched.facts.clock_trouble_s = asyncio.get_running_loop().time()
         self._note(self._world.broker, "clock", f"{step_s:+} s")
 
     # ---- what they share

@@ -33,7 +33,7 @@ BLOCKING = {
     "rewards.take",
 }
 
-Observe = Callable[[Process, str, Any, tuple[Any, ...], dict[str, Any]], None]
+Observe = Callable[[Process, str, str, Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,24 +110,26 @@ class Link:
         self.rewards: Any = _Port(self, "rewards", rewards)
 
     def trajectories(self, run: RunConfig) -> Any:
-        return _Port(self, "trajectories", self._fabric.trajectories(run))
+        return _Port(self, "trajectories", self._fabric.trajectories(run), run.run_id)
 
     def turns(self, run: RunConfig) -> Any:
-        return _Port(self, "turns", self._fabric.turns(run))
+        return _Port(self, "turns", self._fabric.turns(run), run.run_id)
 
     def rollouts(self, run: RunConfig) -> Any:
-        return _Port(self, "rollouts", self._fabric.rollouts(run))
+        return _Port(self, "rollouts", self._fabric.rollouts(run), run.run_id)
 
     async def close(self) -> None:
         return
 
-    async def call(self, name: str, function: Callable[..., Awaitable[Any]], args: Any, kwargs: Any) -> Any:
-        """Have the broker do something."""
+    async def call(
+        self, name: str, function: Callable[..., Awaitable[Any]], args: Any, kwargs: Any, run_id: str = ""
+    ) -> Any:
+        """Have the broker do something. run_id: that it is about; "": not said."""
         if self.process.is_dead:
             raise BrokerError("the simulated process was killed")
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
-        request = _Request(name, function, args, kwargs, reply)
+        request = _Request(name, function, args, kwargs, reply, run_id)
         task = loop.create_task(self._serve(request), context=self._broker.context)
         if name in BLOCKING:  # the broker sees the connection go; anything else is carried out once it was sent
             reply.add_done_callback(lambda reply: task.cancel() if reply.cancelled() else None)
@@ -166,7 +168,7 @@ class Link:
 
     async def _carry_out(self, request: _Request) -> Any:
         result = await request.function(*request.args, **request.kwargs)
-        self._observe(self.process, request.name, result, request.args, request.kwargs)
+        self._observe(self.process, request.run_id, request.name, result, request.args, request.kwargs)
         return result
 
 
@@ -177,6 +179,7 @@ class _Request:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     reply: asyncio.Future[Any]
+    run_id: str = ""
 
     def answer(self, result: Any = None, *, error: Exception | None = None) -> bool:
         """False when nobody waits for it any more."""
@@ -202,8 +205,9 @@ class _Request:
 class _Port:
     """A port whose calls go through the link, whatever their names are; what is not a call stays local."""
 
-    def __init__(self, link: Link, prefix: str, inner: Any) -> None:
+    def __init__(self, link: Link, prefix: str, inner: Any, run_id: str = "") -> None:
         self._link = link
+        self._run_id = run_id
         self._prefix = prefix
         self._inner = inner
 
@@ -214,7 +218,7 @@ class _Port:
         name = f"{self._prefix}.{method}"
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self._link.call(name, function, args, kwargs)
+            return await self._link.call(name, function, args, kwargs, self._run_id)
 
         setattr(self, method, call)
         return call

@@ -56,6 +56,7 @@ class Options:
     hangs: bool
     revokes: bool
     kills: bool
+    has_guest: bool  # a second run, of the same weights now and then
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -85,6 +86,13 @@ class Options:
     def live_s(self) -> float:
         """Within which everything must end once the faults are over."""
         return 90.0 + 5.0 * max(0, self.group_count * self.group_size - 16)
+
+    @property
+    def of_guest(self) -> Options:
+        """What its second run is like."""
+        return dataclasses.replace(
+            self, has_reward=False, quorum=None, deadline_s=None, cancels=False, kills=False, is_transactional=False
+        )
 
     def lines(self) -> list[str]:
         """For people."""
@@ -143,4 +151,5 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         hangs=hangs,
         revokes=revokes,
         kills=not (focus or hangs or revokes) and Random(f"kills {seed}").random() < 0.25,
+        has_guest=not (focus or hangs or revokes) and Random(f"guest {seed}").random() < 0.4,
     )

@@ -23,8 +23,10 @@ from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.fabric.rules.queue.token_parts import followed
 from rollfab.trainer.groups import Ledger
 from rollfab.workers.agent.keeper import Keeper
+from rollfab.workers.rollout import turns as rollout_turns
 from rollfab.workers.rollout import turns as workers_turn
 from rollfab.workers.rollout.engine_watch import EngineWatch
+from rollfab.workers.rollout.guests import Guest
 from rollfab.workers.rollout.lease import LeaseKeeper
 from rollfab.workers.rollout.turns import RunningTurns
 from rollfab.workers.rollout.worker import RolloutWorker
@@ -264,7 +266,7 @@ def lease_end_ignored() -> list[Patch]:
 def slots_not_counted() -> list[Patch]:
     """Neither the worker nor the broker counts the turns that run already."""
 
-    def free_count(self: Any, ended_count: int = 0) -> int:
+    def free_count(self: Any, served: Any = None, ended_count: int = 0) -> int:
         return int(self._keeper.slot_count) if self._active_version() >= 0 else 0
 
     uncounted = in_lua(("local held = whole(redis.call('HGET', jobs.held, worker), 0)", "local held = 0"))
@@ -287,6 +289,42 @@ def stale_rollouts_delivered_again() -> list[Patch]:
         return [] if group.redelivered else original(self, group, head)
 
     return [(RedisRolloutStream, "_stale", only_at_first)]
+
+
+# ---- guests
+
+
+@plant
+def guests_stay_when_weights_change() -> list[Patch]:
+    """A worker writes other weights under the turns of its guests."""
+
+    async def stay(self: Any) -> None:
+        return
+
+    return [(RolloutWorker, "_part_with_guests", stay), (RolloutWorker, "_must_wait", lambda self: False)]
+
+
+@plant
+def guests_versions_named_as_the_host_s() -> list[Patch]:
+    """A guest's tokens are said to be of the version by which the engine knows its weights."""
+    original = RunningTurns._start
+
+    def start(self: Any, claims: Any, served: Any, version: int | None) -> None:
+        original(self, claims, served, None)
+
+    return [(RunningTurns, "_start", start)]
+
+
+@plant
+def guests_weights_not_compared() -> list[Patch]:
+    """A worker takes a guest's newest version for that which is live."""
+    return [(Guest, "version_of", lambda self, sums: max(self._sums, default=-1))]
+
+
+@plant
+def guests_turns_named_like_the_host_s() -> list[Patch]:
+    """A turn's name in the engine says nothing of its run."""
+    return [(rollout_turns, "request_id_of", lambda run_id, claim: f"{claim.job.turn_id}#{claim.fence}")]
 
 
 # ---- groups

@@ -24,9 +24,10 @@ from tests.sim.link import Link
 from tests.sim.policy import tensors
 
 if TYPE_CHECKING:
-    from tests.sim.world import World
+    from tests.sim.world import Watched, World
 
-RUN_ID = "sim"
+RUN_ID, GUEST_ID = "sim", "guest"
+GUEST_VERSION_MIN = 3  # versions of the second run have other numbers
 POOL = "spare"  # of the serving workers, by which they are lent whenever they start
 RECEIVER = ReceiverOptions(poll_s=1.0, retry_s=0.1, retry_s_max=1.0, audit_every=1)
 
@@ -61,10 +62,11 @@ async def agent(world: World, link: Link, stop: asyncio.Event) -> None:
 async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
     """A real rollout worker with its real receiver; the engine is fake."""
     name, options = link.process.name, world.options
+    followed: list[str] = []  # runs whose weights it has followed
     engine = FakeEngine(
         options.step_s,
-        on_step=lambda count: world.judge(world.capacity.stepped, link.process, name, count),
-        on_apply=lambda version, digest: world.judge(world.capacity.applied, link.process, name, version, digest),
+        on_step=lambda names: world.stepped(link.process, name, names),
+        on_apply=lambda version, digest: world.applied(link.process, name, followed[-1], version, digest),
         on_rest=lambda word: world.facts.note(name, word),
     )
     world.engines[name] = engine
@@ -80,6 +82,7 @@ async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
     )
 
     def make_receiver(run_id: str) -> WeightReceiver:
+        followed.append(run_id)
         return WeightReceiver(link.weights, run_id, engine, options=RECEIVER, clock=world.clock)
 
     await engine.start()
@@ -148,12 +151,29 @@ async def trainer(world: World, link: Link, stop: asyncio.Event) -> None:
             break
         except FabricError:  # no agent has said yet that it offers the environment
             await asyncio.sleep(0.2)
-    loop = _TrainingLoop(world, link, run)
+    await _train(_TrainingLoop(world.first, world, link, run), stop)
+
+
+async def guest(world: World, link: Link, stop: asyncio.Event) -> None:
+    """The same for a second run, which publishes what the first one has, by numbers of its own."""
+    assert world.guest is not None
+    fabric, options = AsyncFabric(link, "memory:"), world.guest.facts.options  # type: ignore[arg-type]
+    while not stop.is_set():
+        try:
+            environment = f"sim-{options.recovery}"
+            run = await fabric.run(GUEST_ID, model="tiny", environment=environment, **options.settings)
+            break
+        except FabricError:
+            await asyncio.sleep(0.2)
+    await _train(_GuestLoop(world.guest, world, link, run), stop)
+
+
+async def _train(loop: _TrainingLoop, stop: asyncio.Event) -> None:
     while not stop.is_set():
         try:
             await loop.turn_over()
         except BrokerError:
-            if world.options.dies_on_errors:
+            if loop.options.dies_on_errors:
                 raise
             await asyncio.sleep(0.2)
 
@@ -161,15 +181,17 @@ async def trainer(world: World, link: Link, stop: asyncio.Event) -> None:
 class _TrainingLoop:
     """One life of the training program. What it has used is in its checkpoint, which is the world's."""
 
-    def __init__(self, world: World, link: Link, run: AsyncRun) -> None:
+    def __init__(self, watched: Watched, world: World, link: Link, run: AsyncRun) -> None:
+        self.options = watched.facts.options
+        self._watched = watched
         self._world = world
         self._link = link
         self._run = run
-        ended = world.groups.groups
+        ended = watched.groups.groups
         # All of them, again, in every life, but for what it did not want any more.
         self._left = {
             name: task
-            for name, task in world.tasks.items()
+            for name, task in watched.tasks.items()
             if ended.get(name) is None or ended[name].end != "cancelled"
         }
         self._step_count = 0
@@ -177,31 +199,34 @@ class _TrainingLoop:
 
     async def turn_over(self) -> None:
         """One optimiser step."""
-        if await self._run.head_version() < 0:
-            await self._publish(0)
+        await self._begin()
         await self._submit()
-        if self._world.options.is_transactional:
+        if self.options.is_transactional:
             async with self._run.groups(timeout=0.5, count=2) as groups:
                 used = [group.group_id async for group in groups if await self._think()]
                 for group_id in used:
-                    self._world.groups.use(self._link.process, group_id)
+                    self._watched.groups.use(self._link.process, group_id)
         else:
             async for group in self._run.groups(timeout=0.5, count=1):
                 await self._think()
-                self._world.groups.use(self._link.process, group.group_id)
+                self._watched.groups.use(self._link.process, group.group_id)
         self._step_count += 1
-        if self._step_count % self._world.options.publish_every == 0 and not self._world.is_all_used:
+        if self._step_count % self.options.publish_every == 0 and not self._watched.is_all_used:
             await self._publish(await self._run.head_version() + 1)
-        if self._world.options.cancels and self._step_count == 2:
-            await self._run.cancel(next(iter(self._world.tasks)))
+        if self.options.cancels and self._step_count == 2:
+            await self._run.cancel(next(iter(self._watched.tasks)))
+
+    async def _begin(self) -> None:
+        if await self._run.head_version() < 0:
+            await self._publish(0)
 
     async def _think(self) -> bool:
-        await asyncio.sleep(self._world.options.think_s)
+        await asyncio.sleep(self.options.think_s)
         return True
 
     async def _submit(self) -> None:
         """Everything that fits; a group at a time, so that back-pressure is met in the middle."""
-        options = self._world.options
+        options = self.options
         for group_id, task in list(self._left.items()):
             try:
                 await self._run.submit(
@@ -218,5 +243,19 @@ class _TrainingLoop:
             del self._left[group_id]
 
     async def _publish(self, version: int) -> None:
-        if version <= self._world.options.version_max:
+        if version <= self.options.version_max:
             await self._run.publish(tensors(version, life_of(self._link.process)), version=version)
+
+
+class _GuestLoop(_TrainingLoop):
+    """Of the second run: it publishes once the first one has moved on, and mostly a little later."""
+
+    async def _begin(self) -> None:
+        if self._world.facts.weights:  # if there are none, the next round looks again
+            await self._publish(max(GUEST_VERSION_MIN, await self._run.head_version() + 1))
+
+    async def _publish(self, version: int) -> None:
+        newest, facts = self._world.facts.newest, self._watched.facts
+        if newest != facts.newest or not facts.weights:
+            self._watched.note_made(self._link.process, version, newest)
+            await self._run.publish(tensors(*newest), version=version)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -18,13 +18,14 @@ from zlib import crc32
 
 from rollfab.fabric.contract.errors import EngineError, FabricError, RunUnknown
 from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.rules.queue import token_parts
 from rollfab.workers.agent.worker import AgentWorker
 from rollfab.workers.rollout.worker import RolloutWorker
 from tests.sim import roles
-from tests.sim.checks.check_capacity import CapacityChecker
+from tests.sim.checks.check_capacity import CapacityChecker, digest_of
 from tests.sim.checks.check_end import check_end, check_idle
 from tests.sim.checks.check_groups import GroupChecker
 from tests.sim.checks.check_trajectories import TrajectoryChecker
@@ -66,6 +67,36 @@ class Outcome:
         return hashlib.sha256("\n".join(map(str, self.lines)).encode()).hexdigest()[:16]
 
 
+class Watched:
+    """A run, and the checkers that look at it. tasks: its work, by group."""
+
+    def __init__(self, run_id: str, options: Options, world: World, tasks: dict[str, dict[str, int]]) -> None:
+        self.run_id, self.tasks = run_id, tasks
+        clock = ShardKeys(run_id, 0).clock
+        self.facts = Facts(options, world.clock.now_s, partial(world.store.now_ms, clock), world.broker)
+        self.turns = TurnChecker(self.facts)
+        self.trajectories = TrajectoryChecker(self.facts, self.turns)
+        self.groups = GroupChecker(self.facts, self.trajectories)
+        self._made: dict[tuple[str, int], tuple[int, int]] = {}
+
+    @property
+    def is_all_used(self) -> bool:
+        """Whether every group has come to its end."""
+        ended = [group for group in self.groups.groups.values() if group.end]
+        return len(ended) == len(self.tasks)
+
+    def note_made(self, process: Process, version: int, made_of: tuple[int, int]) -> None:
+        """A trainer is about to publish a version of these weights: see `Facts.newest`."""
+        self._made[process.name, version] = made_of
+
+    def weights_advance_head(self, process: Process, result: None, manifest: WeightManifest, shard_count: int) -> None:
+        """Of a run whose versions were noted so."""
+        facts, version = self.facts, manifest.version
+        if version > facts.head_version:
+            facts.head_version, facts.newest = version, self._made[process.name, version]
+            facts.weights[version] = digest_of(*facts.newest)
+
+
 class World:
     """One simulated cluster."""
 
@@ -76,22 +107,24 @@ class World:
         self.network = Network(Random(f"network {options.seed}"), options.trouble_fraction, options.travel_s)
         self.store = Broker(self.clock)
         self.fabric = self._fabric("world")
-        clock = ShardKeys(roles.RUN_ID, 0).clock
-        self.facts = Facts(options, loop.time, partial(self.store.now_ms, clock), self.broker)
-        self.turns = TurnChecker(self.facts)
-        self.trajectories = TrajectoryChecker(self.facts, self.turns)
-        self.groups = GroupChecker(self.facts, self.trajectories)
-        self.capacity = CapacityChecker(self.facts, self.turns)
+        tasks = {f"g{number}": {"number": number} for number in range(options.group_count)}
+        killing = {"killer_seed": crc32(KILLER.encode()), "kills_at": options.seed % 2} if options.kills else {}
+        self.first = Watched(roles.RUN_ID, options, self, tasks | {"g0": tasks["g0"] | killing})
+        self.facts, self.turns = self.first.facts, self.first.turns
+        self.trajectories, self.groups = self.first.trajectories, self.first.groups
+        self.capacity = CapacityChecker(roles.RUN_ID, self.facts, self.turns)
+        self.guest = Watched(roles.GUEST_ID, options.of_guest, self, tasks) if options.has_guest else None
         # Turns before trajectories: what a call did to turns is judged by who held them before it.
-        self._checkers = Checkers([self.turns, self.trajectories, self.groups, self.capacity])
+        self._checkers = {
+            each.run_id: Checkers([each.turns, each.trajectories, each.groups, last])
+            for each, last in ((self.first, self.capacity), (self.guest, self.guest))
+            if each is not None
+        }
         self.rewards = roles.RewardQueue()
         self.links: dict[str, Link] = {}
         self.agents: dict[str, AgentWorker] = {}
         self.engines: dict[str, FakeEngine] = {}
         self.rollouts: dict[str, RolloutWorker] = {}
-        self.tasks = {f"g{number}": {"number": number} for number in range(options.group_count)}
-        if options.kills:
-            self.tasks["g0"] |= {"killer_seed": crc32(KILLER.encode()), "kills_at": options.seed % 2}
         self.failed: asyncio.Future[None] = loop.create_future()
         self._loop = loop
         self._main: dict[str, asyncio.Task[None]] = {}
@@ -100,10 +133,9 @@ class World:
         self._is_closing = False
 
     @property
-    def is_all_used(self) -> bool:
-        """Whether every group has come to its end."""
-        ended = [group for group in self.groups.groups.values() if group.end]
-        return len(ended) == len(self.tasks)
+    def watched(self) -> list[Watched]:
+        """The runs."""
+        return [each for each in (self.first, self.guest) if each is not None]
 
     def living(self) -> list[Process]:
         """Processes that run now, stopped ones too."""
@@ -123,6 +155,7 @@ class World:
             ("serving", options.serving_count),
             ("reward", int(options.has_reward)),
             ("trainer", 1),
+            ("guest", int(options.has_guest)),
         ):
             for _ in range(count):
                 self.start(role)
@@ -215,8 +248,20 @@ class World:
         except Exception as error:  # noqa: BLE001 - see above
             self.fail(error)
 
-    def _observe(self, *call: Any) -> None:
-        self.judge(self._checkers.observe, *call)
+    def _observe(self, process: Process, run_id: str, name: str, result: Any, args: Any, kwargs: Any) -> None:
+        if name.startswith("weights."):
+            run_id = next((getattr(each, "run_id", each) for each in args if not isinstance(each, int)), "")
+        if (checkers := self._checkers.get(run_id or roles.RUN_ID)) is not None:
+            self.judge(checkers.observe, process, name, result, args, kwargs)
+
+    def stepped(self, process: Process, worker_id: str, requests: Sequence[str]) -> None:
+        """An engine is about to make a token for each of these."""
+        self.judge(self.capacity.stepped, process, worker_id, requests)
+
+    def applied(self, process: Process, worker_id: str, run_id: str, version: int, digest: int) -> None:
+        """An engine holds weights of a run now."""
+        watched = next(each for each in self.watched if each.run_id == run_id)
+        self.judge(self.capacity.applied, process, worker_id, watched.facts, version, digest)
 
     async def _unless_failed(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -232,7 +277,8 @@ class World:
             await asyncio.sleep(STATUS_S)
             try:
                 self.capacity.check_status(await self.fabric.board.run_status(roles.RUN_ID))
-                self._fabric("integrity").tables_of(roles.RUN_ID).check_integrity()
+                for each in self.watched:
+                    self._fabric("integrity").tables_of(each.run_id).check_integrity()
                 for worker in self.rollouts.values():
                     worker.check_integrity()
                 self.capacity.check_standing({name: engine.standing_s for name, engine in self.engines.items()})
@@ -244,23 +290,26 @@ class World:
     async def _live(self) -> None:
         limit_s = self.options.live_s
         until_s = self._loop.time() + limit_s
-        while not self.is_all_used:
+        while not all(each.is_all_used for each in self.watched):
             if self._loop.time() > until_s:
                 raise Violation(f"not everything ended within {limit_s:g} s without faults: {await self._stuck()}")
             await asyncio.sleep(0.1)
         self.facts.note("world", "all used")
 
     async def _stuck(self) -> str:
-        open_groups = [
-            name for name in self.tasks if name not in self.groups.groups or not self.groups.groups[name].end
-        ]
-        status = await self.fabric.board.run_status(roles.RUN_ID)
-        return f"groups {open_groups}; trajectories {dict(status.trajectories)}; turns {dict(status.turns)}"
+        found = []
+        for each in self.watched:
+            groups = each.groups.groups
+            left = [name for name in each.tasks if name not in groups or not groups[name].end]
+            status = await self.fabric.board.run_status(each.run_id)
+            queued = f"trajectories {dict(status.trajectories)}; turns {dict(status.turns)}"
+            found.append(f"run {each.run_id}: groups {left}; {queued}")
+        return "; ".join(found)
 
     async def _leave(self) -> None:
         """Everyone is asked to leave, and does."""
         self._is_closing = True
-        for role in ("trainer", "agent", "dedicated", "serving", "reward", "controller"):
+        for role in ("trainer", "guest", "agent", "dedicated", "serving", "reward", "controller"):
             tasks = []
             for name, task in list(self._main.items()):
                 if self.links[name].process.role == role:

@@ -36,12 +36,13 @@ class Lent:
 class CapacityChecker:
     """Promises 6 and 7, and the bounds on staleness."""
 
-    def __init__(self, facts: Facts, turns: TurnChecker) -> None:
+    def __init__(self, run_id: str, facts: Facts, turns: TurnChecker) -> None:
+        self._run_id = run_id
         self._facts = facts
         self._turns = turns
         self._leases: dict[str, Lent] = {}
         self._publisher_epoch = 0
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, int] = {}  # of this run, by worker
         self._counters: dict[str, int] = {}
 
     # ---- leases
@@ -57,7 +58,7 @@ class CapacityChecker:
         ends = [(change, is_done) for change, is_done in zip(changes, outcome, strict=True) if change.is_end]
         sets = [(change, is_done) for change, is_done in zip(changes, outcome, strict=True) if not change.is_end]
         for change, is_done in (*ends, *sets):
-            if is_done:
+            if is_done and change.lease.run_id == self._run_id:
                 self._changed(process, change)
 
     def _changed(self, process: Process, change: LeaseChange) -> None:
@@ -96,12 +97,12 @@ class CapacityChecker:
         count, limit = self._turns.held_count(worker_id), lent.slot_count
         require(count <= limit, f"worker {worker_id}: holds {count} turns, was lent {limit} slots")
 
-    def stepped(self, process: Process, worker_id: str, running_count: int) -> None:
-        """An engine is about to make a token for each of so many turns."""
+    def stepped(self, process: Process, worker_id: str, requests: Sequence[str]) -> None:
+        """An engine is about to make a token for each of these turns."""
         lent, now_s = self._leases.get(worker_id), self._facts.now_s()
         limit = self._facts.options.slot_count
-        require(running_count <= limit, f"worker {worker_id}: runs {running_count} turns in {limit} slots")
-        if lent is None:
+        require(len(requests) <= limit, f"worker {worker_id}: runs {len(requests)} turns in {limit} slots")
+        if lent is None or not any(name.endswith(f"@{self._run_id}") for name in requests):
             return
         is_over = (
             now_s > lent.until_s + EXPIRY_S
@@ -135,13 +136,15 @@ class CapacityChecker:
         require(is_last, f"version {version}: published by {process.name}, which another publisher had replaced")
         facts.head_version = version
         facts.weights[version] = published_digest(version, process)
+        facts.newest = version, life_of(process)
         facts.note(process.name, "head", str(version))
 
-    def applied(self, process: Process, worker_id: str, version: int, digest: int) -> None:
-        """An engine holds other weights now."""
-        require(version >= self._versions.get(worker_id, -1), f"worker {worker_id}: went back to version {version}")
-        self._versions[worker_id] = version
-        is_right = self._facts.weights.get(version) == digest
+    def applied(self, process: Process, worker_id: str, facts: Facts, version: int, digest: int) -> None:
+        """An engine holds other weights now, of the run that the facts are of."""
+        if facts is self._facts:
+            require(version >= self._versions.get(worker_id, -1), f"worker {worker_id}: went back to version {version}")
+            self._versions[worker_id] = version
+        is_right = facts.weights.get(version) == digest
         require(is_right, f"worker {worker_id}: holds other weights than were published as version {version}")
         self._facts.note(process.name, "weights", worker_id, version)
 
@@ -162,8 +165,12 @@ class CapacityChecker:
 
 def published_digest(version: int, process: Process) -> int:
     """The digest of what a trainer publishes: each life of it makes weights of its own."""
-    bits = {name: values.reshape(-1).view("<u4") for name, values in tensors(version, life_of(process)).items()}
-    return weights_digest(bits)
+    return digest_of(version, life_of(process))
+
+
+def digest_of(version: int, life: int) -> int:
+    """The digest of the weights that a trainer's life makes as a version."""
+    return weights_digest({name: values.reshape(-1).view("<u4") for name, values in tensors(version, life).items()})
 
 
 def life_of(process: Process) -> int:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from rollfab.fabric.queue.keys import ShardKeys
 from tests.sim.checks.checkers import require
-from tests.sim.roles import RUN_ID
 from tests.standin.streams import Stream
 
 if TYPE_CHECKING:
-    from tests.sim.world import World
+    from tests.sim.world import Watched, World
 
 IDLE_S = 1.5  # within which cancelled work has let go of its slots: a second, and the way there
 # What stays of a run that has nothing to do, each with its own bound.
@@ -58,16 +57,22 @@ async def check_idle(world: World) -> None:
 
 
 async def check_end(world: World) -> None:
-    """Promise 7, and that the totals add up."""
-    run = (await world.fabric.board.runs())[RUN_ID]
-    left = _left(world)
+    """Promise 7, and that the totals add up, for each run."""
+    for watched in world.watched:
+        await _check_end(world, watched)
+
+
+async def _check_end(world: World, watched: Watched) -> None:
+    run_id = watched.run_id
+    run = (await world.fabric.board.runs())[run_id]
+    left = _left(world, run_id)
     require(not left, f"the broker still holds {left}")
     letters = await world.fabric.rollouts(run).dead_letters(1000)
-    unknown = set(world.groups.failures) - {letter.trajectory_id for letter in letters}
+    unknown = set(watched.groups.failures) - {letter.trajectory_id for letter in letters}
     require(not unknown, f"{unknown} failed, and there are no dead letters of them")
     for letter in letters:
-        world.trajectories.check_dead(letter)
-    status = await world.fabric.board.run_status(RUN_ID)
+        watched.trajectories.check_dead(letter)
+    status = await world.fabric.board.run_status(run_id)
     counters = status.counters
     require(status.depth == 0, f"depth is {status.depth} at the end")
     require(status.memory_bytes == 0, f"{status.memory_bytes} bytes are counted as held at the end")
@@ -76,21 +81,21 @@ async def check_end(world: World) -> None:
     require(
         submitted == consumed + cancelled, f"{submitted} groups submitted, {consumed} consumed, {cancelled} cancelled"
     )
-    pushed = world.groups.pushed_count
+    pushed = watched.groups.pushed_count
     require(submitted == pushed, f"{submitted} groups are counted as submitted, {pushed} were pushed")
-    timed = sum((await world.fabric.board.timings())[RUN_ID]["group", "broker"].counts) if pushed > cancelled else 0
+    timed = sum((await world.fabric.board.timings())[run_id]["group", "broker"].counts) if pushed > cancelled else 0
     require(timed >= counters.get("groups_completed", 0), f"{timed} groups are timed, and more were completed")
     ends = [counters.get(f"trajectories_{end}", 0) for end in ("completed", "failed", "cancelled")]
     total = counters.get("trajectories_submitted", 0)
     require(cancelled or sum(ends) == total, f"{total} trajectories submitted, {ends} completed, failed, cancelled")
     settled = counters.get("turns_settled", 0)
-    require(counters.get("tokens", 0) >= world.turns.token_count, "tokens were settled that are not counted")
-    require(settled >= world.turns.settled_count, "turns were settled that are not counted")
+    require(counters.get("tokens", 0) >= watched.turns.token_count, "tokens were settled that are not counted")
+    require(settled >= watched.turns.settled_count, "turns were settled that are not counted")
 
 
-def _left(world: World) -> list[str]:
-    """Tables of the run that hold something, except those that may stay."""
-    base, tables = ShardKeys(RUN_ID, 0).base + ":", world.store.keys
+def _left(world: World, run_id: str) -> list[str]:
+    """Tables of a run that hold something, except those that may stay."""
+    base, tables = ShardKeys(run_id, 0).base + ":", world.store.keys
     names = [key.decode().removeprefix(base) for key in tables.names() if not _is_empty(tables.held[key])]
     return [name for name in names if not name.startswith(("rf:", *STAYS))]
 

@@ -31,6 +31,7 @@ class Facts:
     Attributes:
         broker_ms: what the broker's own clock shows: by it deadlines of groups are kept.
         weights: version → digest of the weights that were published as it.
+        newest: what these are made of (policy.py): a version, and a trainer's life.
         line: of the trace: (seconds, process, what happened, to what, details).
     """
 
@@ -41,6 +42,7 @@ class Facts:
     clock_trouble_s: float = 0.0
     head_version: int = -1
     weights: dict[int, int] = field(default_factory=dict)
+    newest: tuple[int, int] = (0, 0)
     lines: list[tuple[float, str, str, str, str]] = field(default_factory=list)
 
     def note(self, who: str, what: str, whom: str = "", details: object = "") -> None:

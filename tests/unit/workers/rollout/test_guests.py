@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -28,7 +28,7 @@ PROMPT_IDS = np.array([5, 6], np.int32)
 
 
 class Shared:
-    """One worker, and runs of its model. counts: how many requests ran in each step, lately."""
+    """One worker, and runs of its model. steps: of each step, the runs whose requests ran."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock(asyncio.get_running_loop())
@@ -37,8 +37,8 @@ class Shared:
         self.engine = FakeEngine(STEP_S, on_step=self._step, on_apply=lambda *_: None, on_rest=lambda _: None)
         self._runs: dict[str, AsyncRun] = {}
 
-    def _step(self, count: int) -> None:
-        self.steps.append(sorted(name.rpartition("@")[2] for name in self.engine._requests))
+    def _step(self, names: Sequence[str]) -> None:
+        self.steps.append(sorted(name.rpartition("@")[2] for name in names))
 
     async def run(self, run_id: str, version: int, weights: int, **settings: object) -> AsyncRun:
         """A run whose `version` has the weights of this number."""
