@@ -1,8 +1,10 @@
 """`rollfab bench sharing`: runs that share two workers by weight, with real engines: who waits how long, who has what.
 
-All runs have work all the time, and weights of their own, so a worker that changes hands fetches those first. Every
-run's tokens are looked at from outside. A *fair turn* is how long it takes until everybody has had slices by weight,
-and this run one of its own. With perfect turns a run waits for all others' slices; that is the floor.
+All runs have work all the time. In most cases each has weights of its own, so a worker that changes hands fetches those
+first. Every run's tokens are looked at from outside. A *fair turn* is how long it takes until everybody has had slices
+by weight, and this run one of its own. With perfect turns a run waits for all others' slices; that is the floor.
+
+In the last case all have the same weights, and one engine serves them at once: nobody has to wait for a slice.
 
 Exit code 1 when a run waited for longer than three fair turns, or was never served.
 """
@@ -18,6 +20,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rollfab.deploy.cli.options import with_ports
 from rollfab.deploy.local.supervisor import Supervisor
@@ -38,15 +42,17 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """weights: of the runs. turn_count: fair turns of the lightest run, for which is measured."""
+    """cases: of runs with weights of their own, the runs' shares. alike: the same, of runs with the same weights.
+    turn_count: fair turns of the lightest run, for which is measured; where all are alike, one."""
 
     cases: tuple[tuple[float, ...], ...]
+    alike: tuple[float, ...]
     turn_count: float
     worker_count: int = 2
 
 
-FULL = Settings(cases=((1.0,) * 20, (2.0, 2.0, 1.0, 1.0, 0.5)), turn_count=5.0)
-QUICK = Settings(cases=((2.0, 1.0, 1.0),), turn_count=2.0)
+FULL = Settings(cases=((1.0,) * 20, (2.0, 2.0, 1.0, 1.0, 0.5)), alike=(1.0,) * 20, turn_count=5.0)
+QUICK = Settings(cases=((2.0, 1.0, 1.0),), alike=(2.0, 1.0, 1.0), turn_count=2.0)
 
 
 def measure(settings: Settings) -> Report:
@@ -55,13 +61,18 @@ def measure(settings: Settings) -> Report:
     Raises:
         FabricError: a process of the fabric has ended.
     """
-    rows = [_measure_case(weights, settings) for weights in settings.cases]
+    rows = [_measure_case(weights, settings, is_alike=False) for weights in settings.cases]
+    rows.append(_measure_case(settings.alike, settings, is_alike=True))
     return Report(
         name="sharing",
         params={"settings": asdict(settings), "goal_fair_turns": GOAL},
         results={"rows": rows, "longest_wait_fair_turns": max(row["longest_wait_fair_turns"] for row in rows)},
         baselines={"floor_fair_turns": [row["floor_fair_turns"] for row in rows]},
-        ratio={"floor": rows[0]["longest_wait_fair_turns"] / rows[0]["floor_fair_turns"]},
+        ratio={
+            "floor": rows[0]["longest_wait_fair_turns"] / rows[0]["floor_fair_turns"],
+            "wait_alike": rows[0]["longest_wait_s"] / rows[-1]["longest_wait_s"],
+            "tokens_alike": rows[-1]["tokens_per_s"] / rows[0]["tokens_per_s"],
+        },
     )
 
 
@@ -80,28 +91,34 @@ def fair_turns_s(weights: Sequence[float], worker_count: int) -> list[float]:
     return [CapacityRule().slice_s * sum(weights) / (weight * worker_count) for weight in weights]
 
 
-def _measure_case(weights: Sequence[float], settings: Settings) -> dict[str, Any]:
+def _measure_case(weights: Sequence[float], settings: Settings, *, is_alike: bool) -> dict[str, Any]:
     turns_s = fair_turns_s(weights, settings.worker_count)
+    duration_s = (1.0 if is_alike else settings.turn_count) * max(turns_s)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollfab-bench-")))
         broker = stack.enter_context(EmbeddedBroker.start(directory / "broker"))
         supervisor = stack.enter_context(Supervisor(directory / "logs"))
         _start(supervisor, broker.url, len(weights), settings.worker_count)
         fabric = stack.enter_context(connect(broker.url))
-        runs = [_open(fabric, supervisor, f"run-{index}", weight) for index, weight in enumerate(weights)]
-        looks = _looks(runs, supervisor, broker.url, settings.turn_count * max(turns_s))
+        runs = [
+            _open(fabric, supervisor, f"run-{index}", weight, 0 if is_alike else index)
+            for index, weight in enumerate(weights)
+        ]
+        looks = _looks(runs, supervisor, broker.url, duration_s)
     tokens = [looks[-1][1][run.run_id] - looks[0][1][run.run_id] for run in runs]
     waits = [wait / turn_s for wait, turn_s in zip(waits_s(looks), turns_s, strict=True)]
     return {
         "weights": list(weights),
+        "is_alike": is_alike,
         "seconds": looks[-1][0] - looks[0][0],
         "tokens": tokens,
+        "tokens_per_s": sum(tokens) / (looks[-1][0] - looks[0][0]),
         "of_tokens": [
             count / (sum(tokens) * weight / sum(weights)) for count, weight in zip(tokens, weights, strict=True)
         ],
         "longest_wait_s": max(waits_s(looks)),
         "longest_wait_fair_turns": max(waits),
-        "floor_fair_turns": max(1 - settings.worker_count * weight / sum(weights) for weight in weights),
+        "floor_fair_turns": max(0 if is_alike else 1 - settings.worker_count * each / sum(weights) for each in weights),
     }
 
 
@@ -114,7 +131,9 @@ def _start(supervisor: Supervisor, url: str, run_count: int, worker_count: int) 
         supervisor.add(name, words, is_restarted=False, environment={**place, "OMP_NUM_THREADS": "1"})
 
 
-def _open(fabric: Fabric, supervisor: Supervisor, name: str, weight: float) -> Run:
+def _open(fabric: Fabric, supervisor: Supervisor, name: str, weight: float, number: int) -> Run:
+    """Begin a run whose model's weights are those of this number."""
+    model = {name: each * np.float32(1 + number / 100) for name, each in lively_weights(MODEL).items()}
     options = {"turn_count": 1, "completion_tokens": TOKENS, "observation_tokens": 4}
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while True:
@@ -125,7 +144,7 @@ def _open(fabric: Fabric, supervisor: Supervisor, name: str, weight: float) -> R
             if time.monotonic() >= deadline_s:
                 raise
         else:
-            run.publish(lively_weights(MODEL), version=0)
+            run.publish(model, version=0)
             return run
 
 
@@ -177,7 +196,8 @@ def print_table(report: Report) -> None:
         low, high = min(row["of_tokens"]), max(row["of_tokens"])
         wait = f"{row['longest_wait_fair_turns']:.2f} ({row['longest_wait_s']:.0f} s)"
         weights = row["weights"]
-        name = f"{len(weights)} runs, weights {min(weights):g} to {max(weights):g}"
-        rows.append([name, f"{low:.2f} to {high:.2f}", wait, f"{row['floor_fair_turns']:.2f}"])
-    columns = ["", "tokens over its weight's part", "longest wait, fair turns", "floor"]
+        name = f"{len(weights)} runs{' of one model' if row['is_alike'] else ''}, {min(weights):g} to {max(weights):g}"
+        pace, floor = f"{row['tokens_per_s']:.0f}", f"{row['floor_fair_turns']:.2f}"
+        rows.append([name, f"{low:.2f} to {high:.2f}", pace, wait, floor])
+    columns = ["", "tokens over its weight's part", "tokens/s", "longest wait, fair turns", "floor"]
     show("rollfab bench sharing", columns, rows, [f"goal: at most {GOAL:.0f}; machine: {found['machine']}"])

@@ -82,8 +82,9 @@ def check_training(results: dict[str, Any]) -> None:
 def check_sharing(results: dict[str, Any]) -> None:
     """Every run was served, by weight, and none waited for longer than was promised."""
     assert 0 < results["longest_wait_fair_turns"] <= SHARING_GOAL
-    (row,) = results["rows"]
-    assert all(0.5 < part < 1.5 for part in row["of_tokens"])  # a slice more or less, of some
+    apart, alike = results["rows"]
+    assert all(0.5 < part < 1.5 for part in (*apart["of_tokens"], *alike["of_tokens"]))  # a slice more or less, of some
+    assert alike["longest_wait_s"] < apart["longest_wait_s"]
 
 
 @pytest.mark.fault
