@@ -189,7 +189,8 @@ def _engines(live: list[WorkerView]) -> Iterator[Metric]:
 
 def _leases(status: Status) -> Iterator[Metric]:
     count = gauge("leases", "Leases that have not ended.", "run", "state")
-    slots = gauge("lease_slots", "Turns that these leases allow at once.", "run", "state")
+    text = "Turns that these leases allow at once; runs that a worker serves at once share them."
+    slots = gauge("lease_slots", text, "run", "state")
     for run in status.runs:
         for state, is_standing in (("standing", True), ("revocable", False)):
             found = [each for each in status.leases if (each.run_id, each.is_standing) == (run.run_id, is_standing)]

@@ -221,7 +221,11 @@ class StatusReader:
 
     async def _worker_views(self, infos: Mapping[str, tuple[WorkerInfo, int]], facts: _WorkerFacts) -> list[WorkerView]:
         now_s = self._clock.now_s()
-        by_worker = {lease.worker_id: lease for lease in facts.leases}
+        by_worker: dict[str, LeaseView] = {}
+        for lease in facts.leases:  # of several, that on the run whose weights it follows
+            info, _ = infos.get(lease.worker_id, (None, 0))
+            if info is None or lease.run_id == info.run_id or lease.worker_id not in by_worker:
+                by_worker[lease.worker_id] = lease
         views = []
         for name, (info, age_ms) in sorted(infos.items(), key=lambda item: (item[1][0].role, item[0])):
             rate = self._tokens.rates(now_s, name, {"tokens": info.token_count})["tokens"]

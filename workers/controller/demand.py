@@ -92,11 +92,15 @@ class Census:
         ] = {}  # run → sum of its signs of progress, and since when (ms, fabric's clock)
 
     def moved_at_ms(self, survey: Survey) -> dict[str, int]:
-        """Say when each run last made progress: a token, a turn, an end; at first the time of the first reading."""
+        """Say when each run last made progress: a token, a turn, an end; at first the time of the first reading.
+
+        A worker that serves several does not tell whose its tokens are: they are those of a run with turns claimed.
+        """
         made: dict[str, int] = {}
         for info, _ in survey.workers.values():
-            for run_id in (info.run_id, *info.guest_versions):
-                if run_id is not None:
+            for run_id in (info.run_id or "", *info.guest_versions):
+                status = survey.runs.get(run_id)
+                if not info.guest_versions or (status is not None and status.turns.get("claimed")):
                     made[run_id] = made.get(run_id, 0) + info.token_count
         found: dict[str, tuple[int, int]] = {}
         for run_id, status in survey.runs.items():

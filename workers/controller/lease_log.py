@@ -16,6 +16,7 @@ from ...fabric.contract.records import Lease
 from ...fabric.inspect.diagnosis import ROLLOUT_ROLES
 from ...fabric.ports.queue import Survey
 from ...fabric.rules.lending.lease import has_ended
+from .demand import first_of
 
 ROW_COUNT_MAX = 512  # of a sample: 40 bytes each
 WAITING_COUNT_MAX = 8 * ROW_COUNT_MAX
@@ -75,7 +76,10 @@ class LeaseLog:
 
 
 def _by_worker(survey: Survey) -> dict[str, Lease]:
-    """Return the lease of each worker that has one; of two, while it goes from one run to another, the newer."""
+    """Return the lease of each worker that has one; of several, that of the run whose weights it was told to follow.
+
+    While it goes from one run to another, it is the newer.
+    """
     held = [lease for leases in survey.leases.values() for lease in leases.values()]
-    held.sort(key=lambda lease: lease.lease_epoch)
+    held.sort(key=lambda lease: (first_of(survey, lease.worker_id) == lease.run_id, lease.lease_epoch))
     return {lease.worker_id: lease for lease in held if lease.slot_count and not has_ended(lease)}

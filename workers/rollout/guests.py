@@ -45,11 +45,15 @@ class Guest:
         self._changed = changed
         self._head: Head | None = None
         self._sums: dict[int, Sums] = {}
+        self._answer: tuple[Sums, int] | None = None  # the last one, until other versions are known
         self._task: asyncio.Task[None] | None = None
 
     def version_of(self, sums: Sums) -> int:
         """Return the newest of its versions that has these sums; -1: none has them."""
-        return max((version for version, own in self._sums.items() if np.array_equal(own, sums)), default=-1)
+        if self._answer is None or self._answer[0] is not sums:
+            same = (version for version, own in self._sums.items() if np.array_equal(own, sums))
+            self._answer = sums, max(same, default=-1)
+        return self._answer[1]
 
     def start(self) -> None:
         """Follow its head in a task of its own."""
@@ -80,11 +84,11 @@ class Guest:
         if head == before:
             return
         if before is not None and (head.moved_by != before.moved_by or head.version <= before.version):
-            self._sums = {}
+            self._sums, self._answer = {}, None
         names = [name for name in await self._store.held(run_id) if name[0] == head.version]
         for manifest in (await readable(self._store, run_id, names)).values():
             self._sums[manifest.version] = manifest.sums
-        self._sums = dict(sorted(self._sums.items())[-VERSION_COUNT_MAX:])
+        self._sums, self._answer = dict(sorted(self._sums.items())[-VERSION_COUNT_MAX:]), None
         self._changed()
         if head.version >= 0 and head.version not in self._sums:  # it cannot be read, or was deleted just now
             await self._clock.sleep(RETRY_S)

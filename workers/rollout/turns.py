@@ -68,7 +68,7 @@ class ServedRun:
     run: RunConfig
     queue: TurnQueue
     timings: RunTimings
-    may_have_work: bool = True
+    may_have_work: bool = False
     served: float = 0.0
     asked_at_s: float = -math.inf
     ring: asyncio.Task[None] | None = None
@@ -78,6 +78,12 @@ class ServedRun:
     def run_id(self) -> str:
         """Its name."""
         return self.run.run_id
+
+    def note_work(self, others: Iterable[ServedRun]) -> None:
+        """Note that there may be work for it; what it did not want meanwhile is no debt of the others to it."""
+        if not self.may_have_work:
+            least = min((each.served for each in others if each.may_have_work), default=0.0)
+            self.may_have_work, self.served = True, max(self.served, least)
 
     def end(self) -> None:
         """Look and listen no more."""
@@ -230,7 +236,7 @@ class RunningTurns:
         served.coming_back = None if after_ms is None else loop.call_later(after_ms / 1000, self._ask_again, served)
 
     def _ask_again(self, served: ServedRun) -> None:
-        served.may_have_work = True
+        served.asked_at_s = -math.inf
         self._wake()
 
     async def give_back(self, served: ServedRun) -> None:

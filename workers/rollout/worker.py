@@ -177,7 +177,7 @@ class RolloutWorker:
         """Exchange with the queue of one run; leave a guest out that has nothing here, and had no turn just now."""
         is_guest = served is not self._first
         if self._clock.now_s() - served.asked_at_s >= self._config.poll_s:
-            served.may_have_work = True
+            served.note_work(self._all_served())
         if is_guest and not self._may_take(served) and not self._running.count_of(served.run_id):
             return
         lease = self._keeper.lease_of(served.run_id)
@@ -493,7 +493,8 @@ class RolloutWorker:
         ring = served.ring
         if ring is None or not ring.done():
             return
-        served.ring, served.may_have_work = None, True
+        served.ring = None
+        served.note_work(self._all_served())
         if not ring.cancelled():
             ring.result()
 

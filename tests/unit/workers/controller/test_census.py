@@ -68,6 +68,23 @@ def test_a_switch_is_waited_for_while_it_is_under_way_and_takes_as_long_as_the_l
     assert look(612.0, run_id="r2", active_version=0, switch_ms=30_000) == SWITCH_S_MAX
 
 
+async def test_the_tokens_of_a_worker_that_serves_several_are_progress_of_those_with_turns_alone() -> None:
+    census, status = Census(), replace(await status_of(24), head_version=0)
+
+    def moved(now_ms: int, token_count: int, **claimed: int) -> dict[str, int]:
+        info = replace(WORKER, run_id="a", guest_versions={"b": 0}, token_count=token_count)
+        runs = {
+            name: replace(status, config=replace(status.config, run_id=name), turns={"ready": 0, "claimed": count})
+            for name, count in claimed.items()
+        }
+        survey = replace(NOTHING, workers={"w": (info, 0)}, runs=runs, now_ms=now_ms)
+        return census.moved_at_ms(survey)
+
+    assert moved(1, 10, a=1, b=0) == {"a": 1, "b": 1}
+    assert moved(2, 20, a=1, b=0) == {"a": 2, "b": 1}
+    assert moved(3, 30, a=1, b=2) == {"a": 3, "b": 3}
+
+
 async def test_beside_a_run_that_asks_for_turns_a_run_wants_slots_for_those_that_it_had_lately_alone() -> None:
     census, status = Census(), replace(await status_of(24), head_version=0)
 

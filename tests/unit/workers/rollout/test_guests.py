@@ -23,14 +23,15 @@ from tests.standin.fabric import StandInFabric
 from tests.support.until import until
 from tests.support.virtual_time import in_virtual_time
 
-WORKER, STEP_S, SLOT_COUNT = "w", 0.02, 4
+WORKER, STEP_S = "w", 0.02
 PROMPT_IDS = np.array([5, 6], np.int32)
 
 
 class Shared:
     """One worker, and runs of its model. steps: of each step, the runs whose requests ran."""
 
-    def __init__(self) -> None:
+    def __init__(self, slot_count: int = 4) -> None:
+        self.slot_count = slot_count
         self.clock = VirtualClock(asyncio.get_running_loop())
         self.fabric = StandInFabric(self.clock)
         self.steps: list[list[str]] = []
@@ -73,7 +74,9 @@ class Shared:
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[RolloutWorker]:
-        config = RolloutConfig(worker_id=WORKER, role="dedicated", model="tiny", slot_count=SLOT_COUNT, stall_s=60.0)
+        config = RolloutConfig(
+            worker_id=WORKER, role="dedicated", model="tiny", slot_count=self.slot_count, stall_s=60.0
+        )
 
         def make_receiver(run_id: str) -> WeightReceiver:
             options = ReceiverOptions(poll_s=1.0, retry_s=0.1)
@@ -207,3 +210,20 @@ async def test_runs_meet_once_their_weights_are_the_same() -> None:
         info = worker._info()
         versions = {info.run_id: info.active_version, **info.guest_versions}
     assert versions == {"a": 0, "b": 1}
+
+
+@in_virtual_time
+async def test_a_run_that_comes_later_is_owed_nothing_for_the_time_before() -> None:
+    # Given a run that has had the only slot for long
+    shared = Shared(slot_count=1)
+    a, b = await shared.run("a", 0, 3), await shared.run("b", 0, 3)
+    await shared.ask(a, 60, 4)
+    async with shared.at_work():
+        await shared.results(a, 30)
+        # When another comes
+        shared.steps.clear()
+        await shared.ask(b, 30, 4)
+        await shared.results(b, 12)
+    # Then they take turns
+    had = [step[0] for step in shared.steps if step]
+    assert 0.3 < had[had.index("b") :].count("a") / len(had[had.index("b") :]) < 0.7
