@@ -572,13 +572,18 @@ class Lease:
     remaining_ms: int | None = None
     """When it was read; 0: it had ended, null: standing."""
     reason: str = field(default="", metadata={"exclude": True})  # the controller's; not written down, so never shown
-    # its worker's leases on runs of the same weights, as a heartbeat brings them; slots are shared, not added
-    guests: tuple[Lease, ...] = field(default=(), metadata={"exclude": True})
 
     @property
     def is_standing(self) -> bool:
         """Whether it holds until another lease replaces it."""
         return self.lease_until_ms is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldLease(Lease):
+    """A worker's lease as a heartbeat brings it. guests: those on runs of the same weights, which share it."""
+
+    guests: tuple[Lease, ...] = ()
 
 
 def check_reward(reward: Any, where: str, error_type: type[FabricError] = EnvironmentFailed) -> float:

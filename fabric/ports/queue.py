@@ -23,6 +23,7 @@ from ..contract.limits import TURN_COUNT_MAX
 from ..contract.records import (
     DeadLetter,
     Group,
+    HeldLease,
     Lease,
     Rollout,
     RunConfig,
@@ -531,7 +532,7 @@ class LeaseBoard(Protocol):
         """Keep how workers and trainer agreed last; it replaces what was kept. Raises RunUnknown."""
         ...
 
-    async def heartbeat(self, info: WorkerInfo) -> Lease | None:
+    async def heartbeat(self, info: WorkerInfo) -> HeldLease | None:
         """Say that a worker lives; returns its lease, if it has one that has not ended."""
         ...
 

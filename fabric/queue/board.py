@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..contract.agreement import Agreement
 from ..contract.errors import ConfigError, WireError
 from ..contract.ids import NAME
 from ..contract.limits import EVENT_BYTES_MAX
-from ..contract.records import Lease, RunConfig, WorkerInfo
+from ..contract.records import HeldLease, Lease, RunConfig, WorkerInfo
 from ..contract.sharing import LendSetting, SharingReport
 from ..contract.wire import check_size, dump_json
 from ..ports.queue import BadRow, RowSurvey, RunDetails, RunStatus
@@ -181,7 +181,7 @@ class RedisLeaseBoard(RedisLeases):
         with translate():
             await self._client.hset(ShardKeys(run.run_id, 0).run, "agreement", agreement.encode())
 
-    async def heartbeat(self, info: WorkerInfo) -> Lease | None:
+    async def heartbeat(self, info: WorkerInfo) -> HeldLease | None:
         with translate():
             said = await self._scripts.call("heartbeat", [], [info.worker_id, info.encode()])
             runs = [] if said is None else said.decode("utf-8", "replace").split()
@@ -197,7 +197,10 @@ class RedisLeaseBoard(RedisLeases):
         first, *guests = [
             _lease_of(info.worker_id, run_id, *row) if is_known else None for run_id, is_known, row in rows
         ]
-        return None if first is None else replace(first, guests=tuple(each for each in guests if each is not None))
+        if first is None:
+            return None
+        own = {each.name: getattr(first, each.name) for each in fields(first)}
+        return HeldLease(**own, guests=tuple(each for each in guests if each is not None))
 
     async def add_timings(self, info: WorkerInfo, timings: Timings) -> None:
         calls: list[Call] = []

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, WireError
-from ...fabric.contract.records import Lease, WorkerInfo
+from ...fabric.contract.records import HeldLease, Lease, WorkerInfo
 from ...fabric.contract.sharing import LendSetting
 from ...fabric.ports.queue import LeaseBoard
 from ...fabric.rules.lending.hours import minute_of_week
@@ -83,7 +83,7 @@ class LeaseKeeper:
             changed: is called when the lease or the terms have changed.
             timings: what the worker measures; it is reported with the heartbeats.
         """
-        self.lease: Lease | None = None
+        self.lease: HeldLease | None = None
         self.terms: LendTerms | None = None
         self.has_run_out = False
         self._board = board
@@ -204,7 +204,7 @@ class LeaseKeeper:
             self._is_held = False
             self._may_be_held = not await answered(self._engine.resume(SWITCH))
 
-    def _take(self, lease: Lease | None, asked_at_s: float) -> None:
+    def _take(self, lease: HeldLease | None, asked_at_s: float) -> None:
         """Take a heartbeat's lease. Count its time from before the request, so that we never outlive the broker's."""
         if self.terms is not None and not self.terms.may_lend:
             lease = None
@@ -217,5 +217,5 @@ class LeaseKeeper:
             self._changed()
 
 
-def _name(lease: Lease | None) -> list[tuple[str, int]]:
+def _name(lease: HeldLease | None) -> list[tuple[str, int]]:
     return [(each.run_id, each.lease_epoch) for each in (lease, *lease.guests)] if lease else []
