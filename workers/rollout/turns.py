@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -128,6 +129,10 @@ class RunningTurns:
     def count_of(self, run_id: str) -> int:
         """Count the turns of a run that are here."""
         return sum(turn.run_id == run_id for turn in self._turns.values())
+
+    def counts(self) -> Counter[str]:
+        """Count the turns that the engine must still step for, by run."""
+        return Counter(self._turns[name].run_id for name in self._unfinished())
 
     def inside_of(self, runs: Container[str]) -> list[str]:
         """List the request ids of these runs' turns that were not taken out."""

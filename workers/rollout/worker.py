@@ -153,7 +153,7 @@ class RolloutWorker:
             await self._running.hand_back(served)
         try:
             self._is_asking = True
-            for served in self._all_served():
+            for served in sorted(self._all_served(), key=lambda each: each.served):  # who had least asks first
                 await self._exchange(served)
         finally:
             self._is_asking = False
@@ -425,8 +425,8 @@ class RolloutWorker:
         running_count = len(self._running) - ended_count
         slot_count = self._keeper.slot_count
         free = max(0, slot_count - running_count)
-        if served is not None and self._guests:
-            free = min(free, self._part_of(served, slot_count, ended_count))
+        if self._guests:
+            free = self._part_of(served, slot_count)
         bounds = (
             self._running.watch.may_take(running_count),
             self._yielding.may_take(),
@@ -434,13 +434,19 @@ class RolloutWorker:
         )
         return min([free, *(bound for bound in bounds if bound is not None)])
 
-    def _part_of(self, served: ServedRun, slot_count: int, ended_count: int) -> int:
-        """Count the slots that a run may take beside its guests, or hosts: by weight, as agents share their places."""
+    def _part_of(self, served: ServedRun | None, slot_count: int) -> int:
+        """Count the slots that a run may take beside others: by weight, as agents share their places. None: all free.
+
+        Turns that have ended take none, though the broker has yet to hear of them.
+        """
+        held = self._running.counts()
+        if served is None:
+            return max(0, slot_count - held.total())
         sharers = [
             Sharer(
                 run_id=each.run_id,
                 weight=each.run.weight,
-                held=self._running.count_of(each.run_id) - (ended_count if each is served else 0),
+                held=held[each.run_id],
                 may_have_work=each is served or self._may_take(each),
                 served=each.served,
             )

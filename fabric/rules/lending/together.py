@@ -5,7 +5,7 @@ they take no turns with each other, no worker stands idle for one while another 
 switch. Within a worker they share the slots by weight (fabric/rules/queue/share.py).
 
 - A run is together with others for as long as it has work, and a while longer: its environments may think.
-- One run alone is planned as it is.
+- One run alone is planned as it is. More than fit are planned as several of the same size.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from .capacity_facts import RunFacts
 
@@ -32,8 +33,9 @@ def together(runs: Sequence[RunFacts]) -> list[RunFacts]:
             found.append(run)
     for group in groups.values():
         group.sort(key=lambda run: run.run_id)
-        for start in range(0, len(group), TOGETHER_COUNT_MAX):
-            found.append(_as_one(group[start : start + TOGETHER_COUNT_MAX]))
+        count = -(-len(group) // TOGETHER_COUNT_MAX)
+        bounds = [len(group) * n // count for n in range(count + 1)]
+        found += [_as_one(group[start:end]) for start, end in pairwise(bounds)]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -227,3 +228,17 @@ async def test_a_run_that_comes_later_is_owed_nothing_for_the_time_before() -> N
     # Then they take turns
     had = [step[0] for step in shared.steps if step]
     assert 0.3 < had[had.index("b") :].count("a") / len(had[had.index("b") :]) < 0.7
+
+
+@in_virtual_time
+async def test_of_more_runs_than_slots_none_waits_for_ever() -> None:
+    # Given ten runs on eight slots, whose turns do not all end in the same step
+    shared = Shared(slot_count=8)
+    runs = [await shared.run(f"r{number}", 0, 3) for number in range(10)]
+    for number, run in enumerate(runs):
+        await shared.ask(run, 64, 7 if number == 3 else 5)
+    async with shared.at_work():
+        await until(lambda: len(shared.steps) > 200)
+    # Then each gets its part of the slots, or nearly so
+    had = Counter(run_id for step in shared.steps for run_id in step)
+    assert min(had.values()) > 0.8 * had.total() / len(runs)

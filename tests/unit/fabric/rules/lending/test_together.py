@@ -61,6 +61,11 @@ def test_a_run_that_rests_for_long_is_with_nobody() -> None:
     assert (both.names, both.open_count, both.weight, both.idle_s) == (("a", "b"), 2, 1.0, 0.0)
 
 
+def test_more_than_fit_are_planned_in_parts_of_the_same_size() -> None:
+    found = together([run(f"r{n:02}") for n in range(TOGETHER_COUNT_MAX + 4)])
+    assert [len(each.names) for each in found] == [10, 10]
+
+
 def test_runs_of_the_same_weights_take_no_turns_with_each_other_but_with_others() -> None:
     runs = [run("a", open_count=9), run("b", open_count=9), run("c", "y", open_count=9)]
     workers = [WorkerFacts(worker_id=f"w{n}", model="m", slot_count=4, run_id="c") for n in range(3)]
