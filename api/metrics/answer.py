@@ -19,7 +19,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from ...fabric.rules.queue.timings import BOUNDS_S, TIMINGS, Histogram, Histograms
-from ..schemas.answers import RunView, Status, WorkerView
+from ..schemas.answers import LeaseView, RunView, Status, WorkerView
 from .families import counter, gauge
 from .weights import weight_metrics
 
@@ -188,12 +188,18 @@ def _engines(live: list[WorkerView]) -> Iterator[Metric]:
 
 
 def _leases(status: Status) -> Iterator[Metric]:
-    count = gauge("leases", "Leases that have not ended.", "run", "state")
-    text = "Turns that these leases allow at once; runs that a worker serves at once share them."
-    slots = gauge("lease_slots", text, "run", "state")
+    text = "Leases that have not ended; guest: in the slots of another run's, as both have the same weights."
+    count = gauge("leases", text, "run", "state")
+    slots = gauge("lease_slots", "Turns that these leases allow at once.", "run", "state")
+    guests = {(worker.worker_id, name) for worker in status.workers for name in worker.guest_versions}
+
+    def state_of(lease: LeaseView) -> str:
+        is_guest = (lease.worker_id, lease.run_id) in guests
+        return "guest" if is_guest else "standing" if lease.is_standing else "revocable"
+
     for run in status.runs:
-        for state, is_standing in (("standing", True), ("revocable", False)):
-            found = [each for each in status.leases if (each.run_id, each.is_standing) == (run.run_id, is_standing)]
+        for state in ("standing", "revocable", "guest"):
+            found = [each for each in status.leases if each.run_id == run.run_id and state_of(each) == state]
             count.add_metric([run.run_id, state], len(found))
             slots.add_metric([run.run_id, state], sum(each.slot_count for each in found))
     yield from (count, slots)

@@ -88,6 +88,8 @@ def _workers(live: list[WorkerView]) -> Iterator[Metric]:
             value = getattr(worker, field)
             if worker.run_id is not None and value is not None:
                 family.add_metric([worker.run_id, worker.worker_id], value * unit)
+            for run_id, version in worker.guest_versions.items() if field == "active_version" else ():
+                family.add_metric([run_id, worker.worker_id], version)
         yield family
     failed = gauge("worker_failed", "1 if the worker takes no turns because of an error.", "run", "worker")
     for worker in live:

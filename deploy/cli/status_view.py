@@ -175,6 +175,8 @@ def _notes_of(row: dict[str, Any], is_wide: bool) -> list[tuple[str, str]]:
     found = [(row["error"], "red")] if row["error"] else []
     if row.get("waits_for") and not row["error"]:
         found.append((f"{row['state']}, waits for {row['waits_for']}", ""))
+    if row["guest_versions"]:
+        found.append((f"serves beside {row['run_id']}: {', '.join(sorted(row['guest_versions']))}", ""))
     if row["engine"] and not is_wide:
         found.append((row["engine"], "dim"))
     if row["prefix_hit_fraction"] is not None:

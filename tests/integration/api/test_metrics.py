@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import AsyncIterator
 
@@ -14,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families as read_plai
 from rollfab.api.metrics.answer import OPENMETRICS as OPENMETRICS_TEXT
 from rollfab.api.metrics.answer import PLAIN, render
 from rollfab.api.schemas.answers import Status
-from rollfab.fabric.contract.records import RunConfig, WorkerInfo
+from rollfab.fabric.contract.lease_plan import LeaseChange
+from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.rules.queue.timings import BUCKET_COUNT, TIMINGS, Histogram, Timings
 from tests.support.processes.api_server import RUN, ApiWorld, running_api
 
@@ -40,6 +42,29 @@ async def measure(api: ApiWorld, worker_id: str, role: str, seconds: float, *, r
         timings.of(run_id).note(name, seconds, "g1.0")
     info = WorkerInfo(worker_id=worker_id, role=role, pid=1, host="box")
     await api.fabric.board.add_timings(info, timings)
+
+
+async def test_slots_that_runs_share_count_once_and_each_run_has_its_version(api: ApiWorld) -> None:
+    # Given a worker that serves two runs at once, as their weights are the same
+    board = api.fabric.board
+    await board.create_run(dataclasses.replace(RUN, run_id="z2"))
+    info = WorkerInfo(
+        worker_id="w1", role="dedicated", pid=1, host="box", run_id="r1", active_version=3, guest_versions={"z2": 7}
+    )
+    await board.heartbeat(info)
+    leases = [
+        Lease(worker_id="w1", run_id=name, lease_epoch=n, slot_count=4, lease_until_ms=None)
+        for n, name in enumerate(("r1", "z2"), 1)
+    ]
+    await board.change_leases(0, [LeaseChange(lease=lease, runs="r1 z2") for lease in leases], {})
+    # Then its slots are those of the run whose weights it follows
+    families = await scrape(api)
+    slots = {tuple(each.labels.values()): each.value for each in families["rollfab_lease_slots"].samples if each.value}
+    assert slots == {("r1", "standing"): 4, ("z2", "guest"): 4}
+    versions = {each.labels["run"]: each.value for each in families["rollfab_worker_weights_version"].samples}
+    assert versions == {"r1": 3, "z2": 7}
+    (worker,) = (await api.http.get("v1/workers")).json()["workers"]
+    assert (worker["lease"]["run_id"], worker["guest_versions"]) == ("r1", {"z2": 7})
 
 
 async def test_who_accepts_openmetrics_gets_units_and_exemplars(api: ApiWorld) -> None:

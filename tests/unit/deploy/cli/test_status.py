@@ -100,6 +100,12 @@ def test_why_a_run_stands_is_drawn_with_the_next_step_and_all_of_it_for_one_run(
     assert "r1: no agent is there" in shown(has_all=True)
 
 
+def test_the_runs_that_a_worker_serves_at_once_are_named() -> None:
+    text = drawn(run_id="lake", active_version=3, guest_versions={"two": 5, "one": -1})
+    assert "lake +2" in text and "serves beside lake: one, two" in text
+    assert "beside" not in drawn(run_id="lake", active_version=3)
+
+
 def test_a_worker_that_is_well_says_what_it_waits_for() -> None:
     assert "ready, waits for a lease" in drawn(waits_for="a lease")
 
