@@ -35,7 +35,7 @@ async def test_a_turn_whose_engine_stood_still_is_made_token_for_token() -> None
         async with stage.worker(stall_s=0.5):
             # Given a turn in the middle
             def token_count() -> int:
-                made = engine.progress([f"{name}#{stage.table.records[name].fence}"])
+                made = engine.progress([f"{name}#{stage.table.records[name].fence}@r1"])
                 return sum(len(each.completion_ids) for each in made)
 
             await until(token_count)
