@@ -143,7 +143,7 @@ def _workers_table(role: str, rows: Sequence[dict[str, Any]], leases: dict[str, 
 
 def _runs(row: dict[str, Any]) -> str:
     """Name the run whose weights a worker follows, and count those that it serves beside."""
-    guest_count = len(row["guest_versions"])
+    guest_count = len(row.get("guest_versions", ()))
     return (row["run_id"] or "") + (f" +{guest_count}" if guest_count else "")
 
 
@@ -175,7 +175,7 @@ def _notes_of(row: dict[str, Any], is_wide: bool) -> list[tuple[str, str]]:
     found = [(row["error"], "red")] if row["error"] else []
     if row.get("waits_for") and not row["error"]:
         found.append((f"{row['state']}, waits for {row['waits_for']}", ""))
-    if row["guest_versions"]:
+    if row.get("guest_versions"):
         found.append((f"serves beside {row['run_id']}: {', '.join(sorted(row['guest_versions']))}", ""))
     if row["engine"] and not is_wide:
         found.append((row["engine"], "dim"))
