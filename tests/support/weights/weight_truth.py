@@ -53,7 +53,7 @@ class Truth:
         sums = state_sums(model.layout, model.bits).tobytes()
         self.tried.setdefault((process, version), {})[sums] = digest_of(model.bits)
 
-    def observe(self, process: Process, name: str, result: Any, args: Any, kwargs: Any) -> None:
+    def observe(self, process: Process, run_id: str, name: str, result: Any, args: Any, kwargs: Any) -> None:
         """A call that the broker carried out."""
         if name == "weights.open_publisher":
             self.epoch = max(self.epoch, result)  # one that is slow to open may end after its successor

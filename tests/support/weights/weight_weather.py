@@ -138,8 +138,10 @@ class StormLink(Link):
         super().__init__(process, broker, fabric, network, observe, None)
         self._weather = network
 
-    async def call(self, name: str, function: Callable[..., Awaitable[Any]], args: Any, kwargs: Any) -> Any:
-        result = await super().call(name, function, args, kwargs)
+    async def call(
+        self, name: str, function: Callable[..., Awaitable[Any]], args: Any, kwargs: Any, run_id: str = ""
+    ) -> Any:
+        result = await super().call(name, function, args, kwargs, run_id)
         random = self._weather.random
         if not self._weather.is_rough or random.random() >= self._weather.trouble_fraction:
             return result

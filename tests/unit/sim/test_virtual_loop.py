@@ -114,7 +114,7 @@ class Setting:
         self.fabric = StandInFabric(VirtualClock(asyncio.get_running_loop()))
         self.process = Process("a", "x")
         self.network = Network(Random(1), 0.0, 0.1)
-        observe = lambda process, name, *_: self.seen.append(name)  # noqa: E731
+        observe = lambda process, run_id, name, *_: self.seen.append(name)  # noqa: E731
         self.link = Link(self.process, Process("broker", "broker"), self.fabric, self.network, observe, object())
 
 
