@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rollfab.fabric.contract.lease_plan import LeaseSample
 from rollfab.fabric.contract.records import Lease, WorkerInfo
@@ -59,6 +60,13 @@ def test_a_change_is_said_once_with_what_was_before() -> None:
     log.look(survey(3_000, {"w1": ("r2", 4), "w2": ("", 0)}))
     assert told(log.rows(4_000)) == [("w1", 1_000, "r1", 8, ""), ("w1", 3_000, "r2", 4, "")]
     assert log.rows(5_000) == ()
+
+
+def test_of_runs_that_a_worker_serves_at_once_it_is_the_one_whose_weights_it_follows() -> None:
+    log, seen = LeaseLog(), survey(1_000, {"w1": ("r1", 8)})
+    guest = Lease(worker_id="w1", run_id="r2", lease_epoch=2, slot_count=8, lease_until_ms=None)
+    log.look(replace(seen, leases={**seen.leases, "r2": {"w1": guest}}, assignments={"w1": "r1 r2"}))
+    assert told(log.rows(1_000)) == [("w1", 1_000, "r1", 8, "")]
 
 
 def test_a_worker_that_left_is_said_to_be_gone_once() -> None:
