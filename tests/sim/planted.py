@@ -305,7 +305,7 @@ def guests_stay_when_weights_change() -> list[Patch]:
 
 
 @plant
-def guests_versions_named_as_the_host_s() -> list[Patch]:
+def guests_versions_named_as_the_engine_s() -> list[Patch]:
     """A guest's tokens are said to be of the version by which the engine knows its weights."""
     original = RunningTurns._start
 
@@ -322,7 +322,7 @@ def guests_weights_not_compared() -> list[Patch]:
 
 
 @plant
-def guests_turns_named_like_the_host_s() -> list[Patch]:
+def guests_turns_named_alike() -> list[Patch]:
     """A turn's name in the engine says nothing of its run."""
     return [(rollout_turns, "request_id_of", lambda run_id, claim: f"{claim.job.turn_id}#{claim.fence}")]
 

@@ -1,9 +1,8 @@
 """Guests of a worker: runs whose weights are, bit for bit, those of the run whose weights the worker follows.
 
-- A guest's turns are made by weights that its host fetched. What they are called is the guest's own matter: the sums of
-  the live weights are compared with those of its own versions, as its manifests name them, and its tokens are of the
-  newest version that has the same.
-- Where no version of the guest has them (its publisher has moved on, or the host's), it gets no turn.
+- The worker fetched the live weights for the run that it follows, by that run's versions. Their sums are compared with
+  those of the guest's own versions, as its manifests name them: its tokens are of the newest version that has the same.
+- Where no version of the guest has them, as one of the two publishers has moved on, it gets no turn.
 - Nothing of a guest's weights is fetched but its manifests.
 """
 
