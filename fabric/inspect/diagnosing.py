@@ -103,6 +103,7 @@ def _scene(
         terms=_terms(survey, lends),
         reasons={row.worker_id: row.reason for row in rows},
         quiet_s={row.run_id: (survey.now_ms - row.moved_at_ms) / 1000 for row in demand if row.moved_at_ms},
+        stale_counts={row.run_id: row.stale_count for row in demand},
         details=details,
         memory_bytes=memory,
         bad_rows=survey.bad_rows,

@@ -48,6 +48,11 @@ CODES: Mapping[str, tuple[Kind, str]] = {
         "no trajectory was completed, and those that failed are more than still run; passing: more still run, and as "
         "many attempts failed as there are trajectories",
     ),
+    "too_stale": (
+        "passing",
+        "trajectories end with tokens older than staleness allows and run again, twice as many as are open, and no "
+        "further one was completed",
+    ),
     "broker_full": ("stuck", "the broker is at its memory limit"),
     "no_weights": ("stuck", "no version of the weights is published"),
     "nothing_started": ("stuck", "neither a controller nor an agent nor a worker is connected"),
@@ -121,7 +126,8 @@ class Scene:
 
     workers: with the age of the last heartbeat, ms; below 0: it lies in the future. leases: by run, then by worker.
     terms: of serving workers. reasons: of the controller's plan, by worker. quiet_s: by run, how long nothing has come
-    of it, as the controller saw; a run that is not there: not known. memory_bytes: what the broker holds, and its
+    of it, as the controller saw; a run that is not there: not known. stale_counts: by run, trajectories that ended too
+    stale since one more was completed. memory_bytes: what the broker holds, and its
     limit (0: none). bad_rows: what the reading passed over.
     """
 
@@ -131,6 +137,7 @@ class Scene:
     terms: Mapping[str, LendTerms] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
     quiet_s: Mapping[str, float] = field(default_factory=dict)
+    stale_counts: Mapping[str, int] = field(default_factory=dict)
     details: Mapping[str, RunDetails] = field(default_factory=dict)
     memory_bytes: tuple[int, int] = (0, 0)
     bad_rows: Sequence[BadRow] = ()
@@ -331,6 +338,21 @@ def _attempts_fail(view: _View) -> Iterator[Cause]:
     )
 
 
+def _too_stale(view: _View) -> Iterator[Cause]:
+    """Name the cause where a run publishes faster than its trajectories end: all that is generated is thrown away."""
+    count = view.scene.stale_counts.get(view.config.run_id, 0)
+    if not view.open_count or count < 2 * view.open_count:
+        return
+    yield view.cause(
+        "too_stale",
+        f"{counted(count, 'trajectory')} of {view.name} ended with tokens older than its staleness allows and run "
+        f"again, and none was completed meanwhile: the head is version {view.run.head_version}, staleness allows "
+        f"{view.config.staleness}",
+        "Publish the next version once groups of this one are consumed; or give the run a larger staleness, more "
+        "workers, or keep what is too stale (when_stale)",
+    )
+
+
 def _moves(view: _View) -> Iterator[Cause]:
     if view.has_stalled or not view.open_count or not _is_moving(view):
         return
@@ -392,7 +414,7 @@ def _for_trainer(view: _View) -> Iterator[Cause]:
         yield view.cause("for_trainer", text, step)
 
 
-_FIRST: tuple[Check, ...] = (_clock, _attempts_fail, _nothing_open, _moves, _for_trainer)
+_FIRST: tuple[Check, ...] = (_clock, _attempts_fail, _too_stale, _nothing_open, _moves, _for_trainer)
 
 
 # ---------------------------------------------------------------- who or what is missing

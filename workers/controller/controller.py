@@ -33,7 +33,7 @@ from ...fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_req
 from ...fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, plan
 from ...fabric.rules.lending.division import settle
 from ...fabric.rules.lending.lease import has_ended
-from .demand import Census, first_of
+from .demand import Census, Progress, first_of
 from .lease_log import LeaseLog
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Controller:
         news |= {lease.lease_epoch for lease in gone}
         await self._publish(term, changes, news, survey)
         await self._forget(term, silent)
-        shown = await self._show(term, workers, grants, runs, self._census.moved_at_ms(survey))
+        shown = await self._show(term, workers, grants, runs, self._census.progress(survey))
         await self._tell(survey, lends, shown)
         return grants
 
@@ -223,7 +223,7 @@ class Controller:
         workers: Mapping[str, WorkerInfo],
         grants: Sequence[Grant],
         runs: Sequence[RunFacts],
-        moved_at_ms: Mapping[str, int],
+        progress: Mapping[str, Progress],
     ) -> LeasePlan | None:
         """Write the plan down for people if it has changed, at most once a second; return the plan as written."""
         now_s = self._clock.now_s()
@@ -232,7 +232,7 @@ class Controller:
         rows = tuple(_row(workers[grant.worker_id], grant) for grant in grants)
         counts = self._census.open_counts
         demand = tuple(
-            _demand(name, counts[name], [grant for grant in grants if grant.run_id == run.run_id], moved_at_ms[name])
+            _demand(name, counts[name], [grant for grant in grants if grant.run_id == run.run_id], progress[name])
             for run in runs
             for name in run.names
         )
@@ -348,12 +348,13 @@ def _row(info: WorkerInfo, grant: Grant) -> PlanRow:
     )
 
 
-def _demand(run_id: str, open_count: int, grants: Sequence[Grant], moved_at_ms: int) -> RunDemand:
+def _demand(run_id: str, open_count: int, grants: Sequence[Grant], progress: Progress) -> RunDemand:
     """Show what a run needs and may use: the slots of these grants, all of them."""
     return RunDemand(
         run_id=run_id,
         open_count=open_count,
         dedicated_count=sum(grant.slot_count for grant in grants if grant.is_standing),
         borrowed_count=sum(grant.slot_count for grant in grants if not grant.is_standing),
-        moved_at_ms=moved_at_ms,
+        moved_at_ms=progress.moved_at_ms,
+        stale_count=progress.stale_count,
     )

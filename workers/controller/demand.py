@@ -66,6 +66,34 @@ class _Speed:
         return self.believed_per_s if now_s - self.at_s < SPEED_S else None
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What has come of a run.
+
+    sign: what changes with each token, turn and end; moved_at_ms: since when it is so, by the fabric's clock.
+    completed_max: the most trajectories that were completed at a time; rerun_count: those that had run again by then.
+    stale_count: those that have run again since, as they ended too stale.
+    """
+
+    sign: int
+    moved_at_ms: int
+    completed_max: int
+    rerun_count: int
+    stale_count: int = 0
+
+    def then(self, sign: int, now_ms: int, completed: int, reruns: int) -> Progress:
+        """Return what it is with newer counters."""
+        has_more = completed > self.completed_max or reruns < self.rerun_count  # fewer: they began anew
+        rerun_count = reruns if has_more else self.rerun_count
+        return Progress(
+            sign=sign,
+            moved_at_ms=self.moved_at_ms if sign == self.sign else now_ms,
+            completed_max=completed if has_more else self.completed_max,
+            rerun_count=rerun_count,
+            stale_count=reruns - rerun_count,
+        )
+
+
 class Census:
     """Makes facts for the rules, from one reading after another.
 
@@ -87,12 +115,10 @@ class Census:
         self._given: dict[str, list[int]] = {}  # run → slots of its workers, by the last plan
         self._spare_at_s: dict[str, float] = {}
         self._firsts: dict[str, str] = {}  # run → the one as which it is planned, with others
-        self._moved: dict[
-            str, tuple[int, int]
-        ] = {}  # run → sum of its signs of progress, and since when (ms, fabric's clock)
+        self._progress: dict[str, Progress] = {}
 
-    def moved_at_ms(self, survey: Survey) -> dict[str, int]:
-        """Say when each run last made progress: a token, a turn, an end; at first the time of the first reading.
+    def progress(self, survey: Survey) -> Mapping[str, Progress]:
+        """Say what has come of each run; at first it moved at the time of the first reading.
 
         A worker that serves several does not tell whose its tokens are: they are those of a run with turns claimed.
         """
@@ -102,13 +128,14 @@ class Census:
                 status = survey.runs.get(run_id)
                 if not info.guest_versions or (status is not None and status.turns.get("claimed")):
                     made[run_id] = made.get(run_id, 0) + info.token_count
-        found: dict[str, tuple[int, int]] = {}
+        found: dict[str, Progress] = {}
         for run_id, status in survey.runs.items():
             sign = sum(status.counters.values()) + made.get(run_id, 0)
-            before = self._moved.get(run_id)
-            found[run_id] = before if before is not None and before[0] == sign else (sign, survey.now_ms)
-        self._moved = found
-        return {run_id: at_ms for run_id, (_, at_ms) in found.items()}
+            completed, reruns = (status.counters.get(name, 0) for name in ("trajectories_completed", "reruns"))
+            before = self._progress.get(run_id) or Progress(sign, survey.now_ms, completed, reruns)
+            found[run_id] = before.then(sign, survey.now_ms, completed, reruns)
+        self._progress = found
+        return found
 
     def workers(
         self,

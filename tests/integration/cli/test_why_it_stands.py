@@ -298,15 +298,21 @@ async def stalled(stand: Stand) -> None:
     await pushed(stand)
     await stand.claim()
     await stand.all_well()
-    term = await stand.board.lead("controller-1", 60_000)
     now_ms = (await stand.board.survey()).now_ms
-    demand = RunDemand(
-        run_id="lake",
-        open_count=4,
-        dedicated_count=8,
-        borrowed_count=0,
-        moved_at_ms=int(now_ms - 1000 * STALL_S - 2000),
-    )
+    await plan(stand, moved_at_ms=int(now_ms - 1000 * STALL_S - 2000))
+
+
+async def too_stale(stand: Stand) -> None:
+    await pushed(stand)
+    await stand.claim()
+    await stand.all_well()
+    await plan(stand, stale_count=8)
+
+
+async def plan(stand: Stand, **seen: int) -> None:
+    """Write down a controller's plan that says what it saw of the run."""
+    term = await stand.board.lead("controller-1", 60_000)
+    demand = RunDemand(run_id="lake", open_count=4, dedicated_count=8, borrowed_count=0, **seen)
     plan = LeasePlan(controller_id="controller-1", term=term, made_at_ms=int(time.time() * 1000), runs=(demand,))
     assert await stand.board.set_plan(plan)
 
@@ -321,6 +327,7 @@ CASES: dict[str, Callable[[Stand], Awaitable[None]]] = {
     "consumer_gone": complete,
     "clock": clock,
     "attempts_fail": attempts_fail,
+    "too_stale": too_stale,
     "broker_full": broker_full,
     "no_weights": no_weights,
     "nothing_started": pushed,

@@ -72,6 +72,7 @@ def scene(
     lends: dict[str, LendSetting] | None = None,
     details: RunDetails | None = None,
     quiet_s: float | None = None,
+    stale_count: int = 0,
     **facts: Any,
 ) -> Scene:
     run = run or status()
@@ -85,6 +86,7 @@ def scene(
         leases=held,
         terms={each.worker_id: terms(lends or {}, each.worker_id, each.pool, 0) for each in serving},
         quiet_s={} if quiet_s is None else {"r1": quiet_s},
+        stale_counts={"r1": stale_count},
         details={} if details is None else {"r1": details},
         **facts,
     )
@@ -120,6 +122,11 @@ CASES: dict[str, tuple[Scene, str]] = {
     "attempts_fail": (
         scene(status(trajectories_failed=5), *ALL, leases=HELD, details=RunDetails(dead_reason="step raised KeyError")),
         "all 5 trajectories of run 'r1' that have ended failed, and none was completed: step raised KeyError",
+    ),
+    "too_stale": (
+        scene(status(1, 3, claimed=3, head=9), *ALL, leases=HELD, stale_count=8),
+        "8 trajectories of run 'r1' ended with tokens older than its staleness allows and run again, and none was "
+        "completed meanwhile: the head is version 9, staleness allows 1",
     ),
     "broker_full": (scene(None, *ALL, leases=HELD, memory_bytes=(2 << 30, 2 << 30)), "may hold 2.00 GiB"),
     "no_weights": (scene(status(head=-1), *ALL), "no weights of run 'r1' are published yet"),
@@ -339,6 +346,18 @@ def test_a_run_whose_attempts_fail_is_told_so_before_any_has_failed_for_good(att
     assert cause.code == code and cause.kind in ("moves", "passing")
     well = status(1, 3, claimed=1, attempts_failed=attempts, trajectories_completed=1)
     assert codes(diagnose(scene(well, *ALL, leases=HELD), "r1")) == ["moves"]
+
+
+@pytest.mark.parametrize(
+    ("queued", "stale", "found"), [(1, 8, ["too_stale"]), (1, 7, ["moves"]), (0, 8, ["too_stale"])]
+)
+def test_a_run_that_publishes_faster_than_its_trajectories_end_is_told_so_while_it_moves(
+    queued: int, stale: int, found: list[str]
+) -> None:
+    run = status(queued, 4 - queued, claimed=3)
+    assert codes(diagnose(scene(run, *ALL, leases=HELD, stale_count=stale), "r1")) == found
+    ended = status(0, groups_submitted=8, groups_consumed=8)
+    assert codes(diagnose(scene(ended, *ALL, leases=HELD, stale_count=stale), "r1")) == ["all_consumed"]
 
 
 def test_a_worker_that_fell_silent_is_gone_and_one_whose_lease_has_ended_has_none() -> None:

@@ -78,11 +78,27 @@ async def test_the_tokens_of_a_worker_that_serves_several_are_progress_of_those_
             for name, count in claimed.items()
         }
         survey = replace(NOTHING, workers={"w": (info, 0)}, runs=runs, now_ms=now_ms)
-        return census.moved_at_ms(survey)
+        return {name: each.moved_at_ms for name, each in census.progress(survey).items()}
 
     assert moved(1, 10, a=1, b=0) == {"a": 1, "b": 1}
     assert moved(2, 20, a=1, b=0) == {"a": 2, "b": 1}
     assert moved(3, 30, a=1, b=2) == {"a": 3, "b": 3}
+
+
+async def test_trajectories_that_end_too_stale_count_until_more_are_completed_than_ever_were() -> None:
+    census, status = Census(), await status_of(24)
+
+    def stale_count(completed: int, reruns: int) -> int:
+        run = replace(status, counters={"trajectories_completed": completed, "reruns": reruns})
+        return census.progress(replace(NOTHING, runs={"a": run}))["a"].stale_count
+
+    # Given a run that had reruns before anybody looked, Then those that come count
+    assert [stale_count(8, 30), stale_count(8, 33)] == [0, 3]
+    # And a group that is complete, and too stale when it is asked for, is no gain
+    assert [stale_count(4, 37), stale_count(8, 37), stale_count(4, 41)] == [7, 7, 11]
+    # But one more than ever is, and so are counters that begin anew
+    assert [stale_count(9, 41), stale_count(9, 44)] == [0, 3]
+    assert [stale_count(0, 1), stale_count(0, 5)] == [0, 4]
 
 
 async def test_beside_a_run_that_asks_for_turns_a_run_wants_slots_for_those_that_it_had_lately_alone() -> None:

@@ -462,11 +462,12 @@ async def test_the_plan_says_when_something_last_came_of_a_run() -> None:
     await setting.beat("d", "dedicated", run_id="r1", token_count=7)
     survey = await setting.board.survey()
     census = Census()
-    begun = census.moved_at_ms(survey)["r1"]
-    assert census.moved_at_ms(dataclasses.replace(survey, now_ms=survey.now_ms + 500))["r1"] == begun, "nothing came"
+    begun = census.progress(survey)["r1"].moved_at_ms
+    still = census.progress(dataclasses.replace(survey, now_ms=survey.now_ms + 500))
+    assert still["r1"].moved_at_ms == begun, "nothing came"
     setting.fabric.tables_of("r1").count("turns_settled")
     later = dataclasses.replace(await setting.board.survey(), now_ms=survey.now_ms + 900)
-    assert census.moved_at_ms(later)["r1"] == survey.now_ms + 900
+    assert census.progress(later)["r1"].moved_at_ms == survey.now_ms + 900
 
 
 async def test_whom_serving_s_router_should_spare_is_written_down_and_ends_with_demand() -> None:
