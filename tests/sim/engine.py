@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
 from rollfab.fabric.contract.errors import EngineError
 from rollfab.fabric.contract.records import Sampling
+from rollfab.fabric.contract.sharing import GuardView
 from rollfab.fabric.format.codec import Bits
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.versions.commit import Staged, commit
@@ -83,6 +85,12 @@ class FakeEngine:
         self._is_dead = False
         self._hung_s = 0.0
         self._task: asyncio.Task[None] | None = None
+
+    guard_view: Callable[[], GuardView] | None = None
+
+    def following(self, keeper: object) -> contextlib.AbstractAsyncContextManager[None]:
+        """What must run beside its worker: nothing."""
+        return contextlib.nullcontext()
 
     @property
     def left_s(self) -> float:
@@ -222,11 +230,13 @@ class FakeEngine:
         else:
             self._may_step.clear()
 
-    def _step(self) -> None:
-        self._on_step(list(self._requests))
+    def _step(self, count: int | None = None) -> None:
+        """Make a token of each request; count: of the first so many alone."""
+        requests = dict(islice(self._requests.items(), count))
+        self._on_step(list(requests))
         self._step_count += 1
-        self._token_count += len(self._requests)
-        for name, request in list(self._requests.items()):
+        self._token_count += len(requests)
+        for name, request in requests.items():
             token, logprob = next_token(request.context, self._digest)
             request.context = extend(request.context, token)
             request.last = token

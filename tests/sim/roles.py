@@ -18,7 +18,6 @@ from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
 from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
 from tests.sim.checks.check_capacity import FIRST_TOKEN_S, life_of
 from tests.sim.checks.check_groups import score
-from tests.sim.engine import FakeEngine
 from tests.sim.environment import TARGETS
 from tests.sim.link import Link
 from tests.sim.policy import tensors
@@ -63,8 +62,8 @@ async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
     """A real rollout worker with its real receiver; the engine is fake."""
     name, options = link.process.name, world.options
     followed: list[str] = []  # runs whose weights it has followed
-    engine = FakeEngine(
-        options.step_s,
+    engine = world.make_engine(
+        link.process,
         on_step=lambda names: world.stepped(link.process, name, names),
         on_apply=lambda version, digest: world.applied(link.process, name, followed[-1], version, digest),
         on_rest=lambda word: world.facts.note(name, word),
@@ -86,9 +85,12 @@ async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
         return WeightReceiver(link.weights, run_id, engine, options=RECEIVER, clock=world.clock)
 
     await engine.start()
-    worker = world.rollouts[name] = RolloutWorker(link, engine, config, world.clock, make_receiver=make_receiver)
+    worker = world.rollouts[name] = RolloutWorker(
+        link, engine, config, world.clock, make_receiver=make_receiver, guard=engine.guard_view
+    )
     try:
-        await worker.run(stop)
+        async with engine.following(worker.keeper):
+            await worker.run(stop)
     finally:
         world.rollouts.pop(name, None)
         world.engines.pop(name, None)

@@ -188,6 +188,10 @@ class World:
         self.facts.note("world", "start", process.name)
         self._main[process.name] = process.start(self._contain(process, work(self, link, stop)))
 
+    def make_engine(self, process: Process, **told: Any) -> FakeEngine:
+        """The engine of a rollout worker, not started."""
+        return FakeEngine(self.options.step_s, **told)
+
     def _fabric(self, name: str) -> SimFabric:
         """A client of the broker."""
         return SimFabric(self.clock, broker=self.store, client_id=name)

@@ -6,16 +6,25 @@ was fitted: the cluster is told the engine's step, the environment's, and which 
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.simulation.cluster import FORGET_S, ROUND_S, Cluster, Setup
+from rollfab.deploy.simulation.lending import POOL, Planned
 from rollfab.deploy.simulation.machine.cost import Model, StepCost
+from rollfab.deploy.simulation.machine.serving import Request, latencies_ms
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan
+from rollfab.fabric.contract.sharing import LendSetting
 from tests.sim import world
+from tests.sim.engine import FakeEngine
 from tests.sim.options import Options, draw
+from tests.sim.shared import KV_TOKENS, SharedEngine
+from tests.sim.virtual_loop import Process
 from tests.sim.world import Outcome, World, simulate
 from tests.support.tried import cases
 
@@ -74,21 +83,25 @@ def span_s(outcome: Outcome) -> float:
     return max(row[0] for row in outcome.lines if row[2] == "settle") - begun_s(outcome)
 
 
+def even(step_s: float) -> StepCost:
+    """Steps that all take as long, whatever they compute."""
+    rest = ("weights_ms", "token_us", "context_us_per_1000", "attention_ns", "cpu_step_ms", "cpu_sequence_ms")
+    return StepCost(fixed_ms=1000 * step_s, **dict.fromkeys(rest, 0.0))
+
+
 def predicted_s(outcome: Outcome, options: Options, life_s: float = 0.0, away_s: float = 1e6) -> float:
     """The same, of the simulated cluster, with the turns that there were.
 
     life_s: until a worker dies; 0: none does. away_s: from then until it, or its successor, takes turns again.
     """
+    return predicted(outcome, options, ServingLoad(), life_s, away_s)[0]
+
+
+def predicted(
+    outcome: Outcome, options: Options, serving: ServingLoad, life_s: float = 0.0, away_s: float = 1e6
+) -> tuple[float, list[Request]]:
+    """The same, and serving's requests."""
     turns = Counter(row[3].rpartition(".")[0] for row in outcome.lines if row[2] == "turn.result")
-    cost = StepCost(
-        fixed_ms=1000 * options.step_s,
-        weights_ms=0.0,
-        token_us=0.0,
-        context_us_per_1000=0.0,
-        attention_ns=0.0,
-        cpu_step_ms=0.0,
-        cpu_sequence_ms=0.0,
-    )
     groups = [
         tuple(
             TrajectoryPlan(4, (TurnPlan(options.tokens, 2, options.pace_s),) * turns[f"g{group}.{index}"])
@@ -96,17 +109,18 @@ def predicted_s(outcome: Outcome, options: Options, life_s: float = 0.0, away_s:
         )
         for group in range(options.group_count)
     ]
-    model = Model(cost=cost, kv_bytes=1, weight_gb=0.0)
     cluster = Cluster(
         Setup(
-            rollout=model,
-            serving=model,
+            rollout=Model(cost=even(options.step_s), kv_bytes=1, weight_gb=0.0),
+            serving=Model(cost=even(serving.step_s), kv_bytes=1, weight_gb=0.0),
             dedicated=options.dedicated_count,
-            lendable=0,
+            lendable=options.serving_count,
             slot_count=options.slot_count,
-            kv_dedicated=1_000_000,
-            kv_lent=0,
-            kv_serving=0,
+            kv_dedicated=KV_TOKENS,
+            kv_lent=KV_TOKENS,
+            kv_serving=KV_TOKENS,
+            load=serving.requests(),
+            load_s=1e6,
             turn_tokens_max=options.tokens,
             activation_s=0.0,
             fetch_s=0.0,
@@ -119,7 +133,14 @@ def predicted_s(outcome: Outcome, options: Options, life_s: float = 0.0, away_s:
     cluster.place_count = options.agent_count * options.environment_count
     ended: list[float] = []
     plan = StepPlan(groups=groups, needed=len(groups), kept=frozenset(range(len(groups))))
-    cluster.submit(plan, lambda: ended.append(cluster.events.now_s))
+    start_s = 0.0
+    if options.serving_count:
+        start_s = begun_s(outcome)
+        planned = Planned()
+        planned.start(cluster)
+        for at_s, mode in serving.switched:
+            cluster.events.at(at_s, planned._lends.update, {f"pool:{POOL}": LendSetting(mode=mode)})
+    cluster.events.at(start_s, cluster.submit, plan, lambda: ended.append(cluster.events.now_s))
     if life_s:
         cluster.events.after(life_s, cluster.kill, cluster.dedicated[0])
         cluster.events.after(life_s + FORGET_S, cluster.forget, cluster.dedicated[0])
@@ -128,7 +149,7 @@ def predicted_s(outcome: Outcome, options: Options, life_s: float = 0.0, away_s:
     cluster.events.run(lambda: bool(ended), 1e6)
     cluster.check()
     assert cluster.books.turn_count == sum(turns.values())
-    return ended[0]
+    return ended[0] - start_s, [each for each in cluster.requests() if each.ended_s <= ended[0]]
 
 
 @pytest.mark.parametrize("name", cases(OTHERS, 2))
@@ -138,6 +159,76 @@ def test_a_calm_run_of_the_fabric_takes_as_long_as_the_simulated_one(name: str) 
     assert not outcome.failure
 
     assert predicted_s(outcome, options) == pytest.approx(span_s(outcome), rel=0.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingLoad:
+    """What serving has to do, and how it lends.
+
+    step_s: of its engine. bursts: times, requests that come together then, and the tokens of each answer. switched: the
+    times when its team switches lending, and to what.
+    """
+
+    step_s: float = 0.02
+    bursts: tuple[tuple[float, int, int], ...] = ()
+    switched: tuple[tuple[float, str], ...] = ()
+
+    def requests(self) -> list[Arrival]:
+        return [Arrival(at_s, 64, tokens) for at_s, count, tokens in self.bursts for _ in range(count)]
+
+
+STEADY = tuple((0.5 + 0.8 * n, 1, 20) for n in range(60))
+LENT = {
+    "serving rests": ServingLoad(),
+    "serving answers one request after another": ServingLoad(bursts=STEADY),
+    "serving steps take most of a token's time": ServingLoad(step_s=0.1, bursts=STEADY),
+    "serving is busy for a while": ServingLoad(step_s=0.14, bursts=((4.0, 6, 40),)),
+    "its team takes the worker back": ServingLoad(bursts=STEADY, switched=((4.0, "off"),)),
+    "its team takes the worker back, and lends it again": ServingLoad(switched=((4.0, "off"), (6.0, "on"))),
+    "its team lends late": ServingLoad(switched=((0.2, "off"), (5.0, "on"))),
+}
+
+
+class Lending(World):
+    """The fabric, of which some workers are beside a serving engine."""
+
+    serving = ServingLoad()
+    requests: list[Request]
+
+    async def run(self) -> None:
+        for at_s, mode in self.serving.switched:
+            self._loop.call_later(at_s, lambda mode=mode: asyncio.ensure_future(self.set_lend(mode)))
+        await super().run()
+
+    def make_engine(self, process: Process, **told: Any) -> FakeEngine:
+        if process.role != "serving":
+            return super().make_engine(process, **told)
+        serving = self.serving
+        engine = SharedEngine(self.options.step_s, serving=even(serving.step_s), load=serving.requests(), **told)
+        Lending.requests = engine.serving.requests
+        return engine
+
+
+@pytest.mark.parametrize("name", cases(LENT, 2))
+def test_a_run_on_a_lent_worker_takes_as_long_as_the_simulated_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "World", Lending)
+    monkeypatch.setattr(Lending, "serving", LENT[name])
+    options = replace(CALM, group_count=16, slot_count=8, dedicated_count=1, serving_count=1)
+    outcome = simulate(options)
+    assert not outcome.failure
+    ended_s = begun_s(outcome) + span_s(outcome)
+    seen = [each for each in Lending.requests if each.ended_s <= ended_s]
+
+    found_s, requests = predicted(outcome, options, LENT[name])
+
+    assert found_s == pytest.approx(span_s(outcome), rel=0.05)
+    assert abs(len(requests) - len(seen)) <= 2  # the last ones end as rollouts do
+    assert tpot_ms(requests) == pytest.approx(tpot_ms(seen), rel=0.05)
+
+
+def tpot_ms(requests: list[Request]) -> float:
+    """What serving's users saw between two tokens, on the average."""
+    return sum(latencies_ms(requests, 0.0)[1]) / max(1, len(requests))
 
 
 def renewing(cluster: Cluster) -> None:
