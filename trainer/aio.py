@@ -205,7 +205,7 @@ class AsyncFabric:
         head = await trained.head_version()
         goal = goal_of(name, trained.run_id, version, head=head, held=held, depth=depth)
         weights = None if held == goal >= 0 else await trained.weights(goal if goal >= 0 else None)
-        given = {each.name: getattr(config, each.name) for each in fields(config)}
+        given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "model_digest"}
         opened = await self.run(given.pop("run_id"), **given)
         evaluation = self._evaluations.setdefault(name, opened)
         if evaluation is not opened:

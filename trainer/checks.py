@@ -38,6 +38,10 @@ def check_settings(run_id: str, names: Iterable[str]) -> None:
     """
     known = sorted(field.name for field in fields(RunConfig))
     for name in names:
+        if name == "model_digest":
+            raise InputError(
+                f"run {run_id!r}: model_digest is no setting: it is read from the model's files", name=name
+            )
         if name not in known:
             raise InputError(f"run {run_id!r}: there is no setting {name!r}: {did_you_mean(name, known)}", name=name)
 
@@ -77,7 +81,9 @@ def check_view(consumer: str, takeover_s: float) -> None:
         InputError: names the argument, its value and the expectation.
     """
     is_name = isinstance(consumer, str) and bool(consumer.strip()) and len(consumer) <= CONSUMER_LENGTH_MAX
-    _require("groups", "consumer", consumer, (f"a name of 1 to {CONSUMER_LENGTH_MAX} characters", lambda _: is_name))
+    is_name = is_name and consumer.isprintable()
+    expected = f"a name of 1 to {CONSUMER_LENGTH_MAX} printable characters"
+    _require("groups", "consumer", consumer, (expected, lambda _: is_name))
     _require("groups", "takeover", takeover_s, ("seconds above 0", lambda value: _is_number(value) and value > 0))
 
 

@@ -76,8 +76,11 @@ def agreement_view(agreement: Agreement) -> AgreementView:
 def readiness(workers: Iterable[WorkerView]) -> Readiness:
     """Say what is missing for work to flow, on a broker that answers."""
     missing = []
-    if not any(worker.role == "controller" and worker.is_fresh for worker in workers):
-        missing.append("no controller has been heard of for 3 s, so no lease is given: start one (rollfab controller)")
+    controllers = [worker for worker in workers if worker.role == "controller"]
+    if not any(worker.is_fresh for worker in controllers):
+        ages_s = [worker.heartbeat_age_ms / 1000 for worker in controllers]
+        gone = f"has been heard of for {min(ages_s):.0f} s" if ages_s else "is connected"
+        missing.append(f"no controller {gone}, so no lease is given: start one (rollfab controller)")
     return Readiness(is_ready=not missing, missing=missing)
 
 

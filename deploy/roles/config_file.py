@@ -6,7 +6,7 @@ The whole file is checked, whichever role reads it: a table that is misspelt wou
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "bool": lambda word: SWITCHES[word.lower()],
 }
 CONFIG_BYTES_MAX = 1 << 20
+FAULT_COUNT = 8  # named at once
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
@@ -34,7 +35,7 @@ def read_config(path: Path) -> Tables:
     """Read a configuration file; returns its tables, by role.
 
     Raises:
-        ConfigError: names the file, the key, and what is wrong with it.
+        ConfigError: names the file, and each key with what is wrong with it.
     """
     try:
         tables = tomllib.loads(read_regular(path, CONFIG_BYTES_MAX).decode("utf-8"))
@@ -44,17 +45,25 @@ def read_config(path: Path) -> Tables:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", option="--config") from error
     except ValueError as error:  # as TOML, or as text
         raise ConfigError(f"{path} is no TOML: {error}", option="--config") from error
+    faults = list(_faults_of(tables))
+    if faults:
+        said = [text for _, text in faults[:FAULT_COUNT]]
+        more = [f"and {len(faults) - FAULT_COUNT} more"] if len(faults) > FAULT_COUNT else []
+        raise ConfigError(f"{path}: {'; '.join(said + more)}", option=faults[0][0])
+    return tables
+
+
+def _faults_of(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """List what is wrong with the tables of a file: the role or key, and the fault."""
     for role, table in tables.items():
         if role not in TABLES:
-            raise ConfigError(f"{path}: [{role}] is no role: {did_you_mean(role, TABLES)}", option=role)
-        if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {role} is no table: write [{role}], and its settings below", option=role)
-        known = {each.key: each for each in describe(TABLES[role])}
-        for key, value in table.items():
-            fault = fault_of(key, value, known)
-            if fault:
-                raise ConfigError(f"{path}: [{role}] {key} {fault}", option=key)
-    return tables
+            yield role, f"[{role}] is no role: {did_you_mean(role, TABLES)}"
+        elif not isinstance(table, dict):
+            yield role, f"{role} is no table: write [{role}], and its settings below"
+        else:
+            known = {each.key: each for each in describe(TABLES[role])}
+            faults = ((key, fault_of(key, value, known)) for key, value in table.items())
+            yield from ((key, f"[{role}] {key} {fault}") for key, fault in faults if fault)
 
 
 def fault_of(key: str, value: Any, known: Mapping[str, Described]) -> str:

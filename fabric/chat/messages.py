@@ -218,7 +218,8 @@ def _check_part(part: Any, where: str, may_see: bool) -> dict[str, Any]:
             raise InputError(f"{where}: expected the keys type and text")
         return {"type": "text", "text": _check_text(part["text"], where)}
     if kind not in ("image_url", "image"):
-        raise InputError(f"{where} is {one_line(f'{kind!r:.40}')}, expected text or image_url")
+        said = f"of type {kind!r:.40}" if isinstance(part, Mapping) else f"{part!r:.40}"
+        raise InputError(f"{where} is {one_line(said)}, expected a dict of type text or image_url")
     if not may_see:
         raise InputError(f"{where} is an image, which messages of role {' and '.join(IMAGE_ROLES)} alone may have")
     return check_image(part, where)

@@ -17,6 +17,7 @@ from ...fabric.chat.messages import check_messages, check_tools
 from ...fabric.contract.errors import EnvironmentFailed, InputError, PayloadTooLarge
 from ...fabric.contract.limits import INFO_BYTES_MAX, KIB, OBSERVATION_BYTES_MAX
 from ...fabric.contract.sampling import TOKEN_ID_MAX, is_whole
+from ...fabric.contract.text import one_line
 from ...fabric.contract.wire import check_size, dump_json
 from .base import Observation, Step, show
 from .process_main import Refused, fit, flag
@@ -87,8 +88,12 @@ def _checked(what: str, row: dict[str, Any]) -> dict[str, Any]:
     for name in ("messages", "tools", "ids"):
         _check_weight(f"{what}: its {name} are", row.get(name), ROW_LIMITS.get(name, OBSERVATION_BYTES_MAX))
     fit(what, row, ROW_LIMITS)
-    if not all(is_whole(each) and 0 <= each <= TOKEN_ID_MAX for each in row.get("ids", ())):
-        raise Refused("answer", f"{what}: its ids are other than token ids")
+    for index, each in enumerate(row.get("ids", ())):
+        if not (is_whole(each) and 0 <= each <= TOKEN_ID_MAX):
+            said = (
+                f"number {index} of its ids is {one_line(f'{each!r:.40}')}, expected a token id, 0 to {TOKEN_ID_MAX:,}"
+            )
+            raise Refused("answer", f"{what}: {said}")
     checks = {"messages": check_messages, "tools": check_tools}
     try:
         checked = {**row, **{name: check(row[name]) for name, check in checks.items() if row.get(name)}}

@@ -152,6 +152,7 @@ async def test_runs_are_made_and_changed_and_what_is_wrong_is_named(api: ApiWorl
     assert (await api.fabric.board.runs())["mine"].staleness == 3
     for path, body, status, words in (
         ("v1/runs/mine", {"settings": {"stalenes": 1}}, 422, "did you mean staleness"),
+        ("v1/runs/mine", {"settings": {"model_digest": "a"}}, 422, "it is read from the model's files"),
         ("v1/runs/mine", {"setings": {}}, 422, "body: there is no field 'setings'; did you mean settings?"),
         ("v1/runs/mine", {"longest_first": True}, 422, 'settings of the run go into \\"settings\\"'),
         (

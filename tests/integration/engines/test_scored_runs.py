@@ -46,7 +46,8 @@ def test_a_task_without_ids_is_a_dead_letter_that_says_so(fabric: Processes) -> 
     fabric.collect(run, 3, 60.0)
     letters = {name: letter.reason for name, letter in fabric.dead_letters(run).items()}
     assert 'the task has no "ids"' in letters["none.0"]
-    assert all("its ids are other than token ids" in letters[name] for name in ("below.0", "half.0"))
+    assert "number 0 of its ids is -1, expected a token id, 0 to 2,147,483,647" in letters["below.0"]
+    assert "number 0 of its ids is 1.5, expected a token id" in letters["half.0"]
 
 
 def test_what_no_turn_read_of_a_last_observation_is_minus_infinity(fabric: Processes) -> None:

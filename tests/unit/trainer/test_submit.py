@@ -203,7 +203,9 @@ async def test_what_was_refused_is_not_pushed_later_by_itself(monkeypatch: pytes
     assert len(held(fabric)) == 7
 
 
-@pytest.mark.parametrize("wishes", [{"consumer": ""}, {"consumer": 3}, {"takeover": 0}, {"takeover": float("nan")}])
+@pytest.mark.parametrize(
+    "wishes", [{"consumer": ""}, {"consumer": 3}, {"consumer": "a\n"}, {"takeover": 0}, {"takeover": float("nan")}]
+)
 async def test_a_consumer_that_makes_no_sense_is_refused(wishes: dict[str, Any]) -> None:
     _, run = await open_run()
     (name,) = wishes

@@ -170,6 +170,8 @@ def test_a_key_of_a_server_comes_by_its_variable_alone(started: list[Any], monke
         ("[api]\nport = 70000", "[api] port is 70000, expected 65535 or less"),
         ("[woker]\nslots = 3", "[woker] is no role: did you mean worker?"),
         ("worker = 3", "worker is no table: write [worker]"),
+        ("[agent]\na = 1\nb = 2\n[api]\nport = 70000", "expected 65535 or less"),
+        ("[agent]\n" + "\n".join(f"a{n} = 1" for n in range(9)), "; and 1 more"),
         ("[worker", "is no TOML: "),
         ("\udcff", "is no TOML: "),
     ],

@@ -636,11 +636,12 @@ def test_a_rollout_holds_the_files_of_its_images() -> None:
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}, "detail is 'low'"),
         ({"type": "image_url", "image_url": "data:image/png;base64,AAAA"}, "expected"),
         ({"type": "image", "digest": "../../etc"}, "expected"),
-        ({"type": "input_audio", "input_audio": {}}, "expected text or image_url"),
+        ({"type": "input_audio", "input_audio": {}}, "part 0 is of type 'input_audio', expected a dict of type text"),
+        (5, "part 0 is 5, expected a dict of type text or image_url"),
         (image_part(png(0, 2, 900)), "takes no image of 2 x 900"),
     ],
 )
-def test_what_is_no_image_is_refused(content: dict[str, Any], why: str) -> None:
+def test_what_is_no_image_is_refused(content: Any, why: str) -> None:
     with pytest.raises(InputError, match=why):
         Conversation(chat_template("qwen2.5-vl")).ask(asked(content))
 
