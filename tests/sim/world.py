@@ -31,7 +31,7 @@ from tests.sim.checks.check_groups import GroupChecker
 from tests.sim.checks.check_trajectories import TrajectoryChecker
 from tests.sim.checks.check_turns import TurnChecker
 from tests.sim.checks.checkers import Checkers, Facts, Violation
-from tests.sim.engine import FakeEngine
+from tests.sim.engines.fake import FakeEngine
 from tests.sim.environment import KILLER
 from tests.sim.faults import Faults
 from tests.sim.link import Link, Network

@@ -21,12 +21,12 @@ from rollfab.deploy.simulation.machine.serving import Request, latencies_ms
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan
 from rollfab.fabric.contract.sharing import LendSetting
 from tests.sim import world
-from tests.sim.engine import FakeEngine
+from tests.sim.engines.fake import FakeEngine
+from tests.sim.engines.shared import KV_TOKENS, SharedEngine
 from tests.sim.options import Options, draw
 from tests.sim.virtual_loop import Process
 from tests.sim.world import Outcome, World, simulate
 from tests.support.tried import cases
-from tests.unit.deploy.simulation.shared_engine import KV_TOKENS, SharedEngine
 
 CALM = replace(
     draw(1),

@@ -17,7 +17,7 @@ from rollfab.trainer.checks import make_groups
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
 from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
-from tests.sim.engine import FakeEngine
+from tests.sim.engines.fake import FakeEngine
 from tests.sim.policy import context_of, extend, next_token, tensors, weights_digest
 from tests.sim.virtual_loop import VirtualClock
 from tests.standin.fabric import StandInFabric

@@ -20,7 +20,7 @@ from rollfab.fabric.rules.serving.facts import StepWork
 from rollfab.workers.serving.guarding.guard import Guard, GuardConfig, GuardOrders
 from rollfab.workers.serving.guarding.thread import narrowed
 from rollfab.workers.serving.wiring import LOOK_S, ORDER_S, Leased
-from tests.sim.engine import FakeEngine
+from tests.sim.engines.fake import FakeEngine
 
 KV_TOKENS = 1_000_000  # memory is no matter here
 
