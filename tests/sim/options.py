@@ -57,6 +57,7 @@ class Options:
     revokes: bool
     kills: bool
     has_guest: bool  # a second run, of the same weights now and then
+    serves_s: float  # a step of the serving engines beside which lent workers are; 0: they are beside none
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -152,4 +153,5 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         revokes=revokes,
         kills=not (focus or hangs or revokes) and Random(f"kills {seed}").random() < 0.25,
         has_guest=not (focus or hangs or revokes) and Random(f"guest {seed}").random() < 0.4,
+        serves_s=0.0 if hangs else Random(f"serves {seed}").choice((0.0, 0.0, 0.02, 0.12)),
     )

@@ -32,6 +32,7 @@ from tests.sim.checks.check_trajectories import TrajectoryChecker
 from tests.sim.checks.check_turns import TurnChecker
 from tests.sim.checks.checkers import Checkers, Facts, Violation
 from tests.sim.engines.fake import FakeEngine
+from tests.sim.engines.shared import SharedEngine, draw_load, even
 from tests.sim.environment import KILLER
 from tests.sim.faults import Faults
 from tests.sim.link import Link, Network
@@ -42,6 +43,7 @@ from tests.standin.fabric import StandInFabric
 
 LEAVE_S = 5.0  # within which a process that is asked to must leave
 STATUS_S = 0.25
+SERVED_S = 3.0  # beyond the faults, in which serving has requests
 SCORE_MS = 3_000  # a reward that was lost is asked for again
 
 
@@ -190,7 +192,12 @@ class World:
 
     def make_engine(self, process: Process, **told: Any) -> FakeEngine:
         """The engine of a rollout worker, not started."""
-        return FakeEngine(self.options.step_s, **told)
+        options = self.options
+        if process.role != "serving" or not options.serves_s:
+            return FakeEngine(options.step_s, **told)
+        random = Random(f"load of {process.name} {options.seed}")
+        load = draw_load(random, self._loop.time(), options.faults_s + SERVED_S)
+        return SharedEngine(options.step_s, serving=even(options.serves_s), load=load, **told)
 
     def _fabric(self, name: str) -> SimFabric:
         """A client of the broker."""

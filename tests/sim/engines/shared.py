@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
+from random import Random
 from typing import Any
 
 from rollfab.deploy.replay.records import Arrival
@@ -23,6 +24,21 @@ from rollfab.workers.serving.wiring import LOOK_S, ORDER_S, Leased
 from tests.sim.engines.fake import FakeEngine
 
 KV_TOKENS = 1_000_000  # memory is no matter here
+
+
+def even(step_s: float) -> StepCost:
+    """Steps that all take as long, whatever they compute."""
+    rest = ("weights_ms", "token_us", "context_us_per_1000", "attention_ns", "cpu_step_ms", "cpu_sequence_ms")
+    return StepCost(fixed_ms=1000 * step_s, **dict.fromkeys(rest, 0.0))
+
+
+def draw_load(random: Random, from_s: float, until_s: float) -> list[Arrival]:
+    """Requests between two times: one or several at once, now and then."""
+    found, at_s = [], from_s
+    while (at_s := at_s + random.expovariate(1.0)) < until_s:
+        tokens = random.choice((4, 20, 80))
+        found += [Arrival(at_s, 64, tokens)] * random.choice((1, 1, 2, 6))
+    return found
 
 
 class SharedEngine(FakeEngine):
@@ -71,7 +87,7 @@ class SharedEngine(FakeEngine):
             if not (serve_s or work.decode_count):
                 await self._until_work()
                 continue
-            roll_s = self._step_s if work.decode_count else 0.0
+            roll_s = self._step_s * self.slowness if work.decode_count else 0.0
             await asyncio.sleep(serve_s + roll_s + (SWITCH_S if serve_s and roll_s else 0.0))
             now_s = self._now_s()
             if serve_s:

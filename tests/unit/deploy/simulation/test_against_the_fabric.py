@@ -16,13 +16,13 @@ import pytest
 from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.simulation.cluster import FORGET_S, ROUND_S, Cluster, Setup
 from rollfab.deploy.simulation.lending import POOL, Planned
-from rollfab.deploy.simulation.machine.cost import Model, StepCost
+from rollfab.deploy.simulation.machine.cost import Model
 from rollfab.deploy.simulation.machine.serving import Request, latencies_ms
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan
 from rollfab.fabric.contract.sharing import LendSetting
 from tests.sim import world
 from tests.sim.engines.fake import FakeEngine
-from tests.sim.engines.shared import KV_TOKENS, SharedEngine
+from tests.sim.engines.shared import KV_TOKENS, SharedEngine, even
 from tests.sim.options import Options, draw
 from tests.sim.virtual_loop import Process
 from tests.sim.world import Outcome, World, simulate
@@ -62,6 +62,8 @@ CALM = replace(
     hangs=False,
     revokes=False,
     kills=False,
+    has_guest=False,
+    serves_s=0.0,
 )
 OTHERS = {
     "one worker": {"dedicated_count": 1, "slot_count": 8},
@@ -81,12 +83,6 @@ def begun_s(outcome: Outcome) -> float:
 def span_s(outcome: Outcome) -> float:
     """From the first claim of a trajectory to the last one's end."""
     return max(row[0] for row in outcome.lines if row[2] == "settle") - begun_s(outcome)
-
-
-def even(step_s: float) -> StepCost:
-    """Steps that all take as long, whatever they compute."""
-    rest = ("weights_ms", "token_us", "context_us_per_1000", "attention_ns", "cpu_step_ms", "cpu_sequence_ms")
-    return StepCost(fixed_ms=1000 * step_s, **dict.fromkeys(rest, 0.0))
 
 
 def predicted_s(outcome: Outcome, options: Options, life_s: float = 0.0, away_s: float = 1e6) -> float:
