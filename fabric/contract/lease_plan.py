@@ -60,7 +60,8 @@ class RunDemand:
     moved_at_ms: int = 0
     """The time when the controller last saw a token, a turn or an end of it, by the fabric's clock; 0: not known."""
     stale_count: int = 0
-    """Trajectories that ended too stale, and run again, since more than ever were completed, as the controller saw."""
+    """Trajectories that ended too stale, and run again, since one more was completed or a group consumed, as the
+    controller saw."""
 
 
 @dataclass(frozen=True, kw_only=True)

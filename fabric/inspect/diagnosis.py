@@ -51,7 +51,7 @@ CODES: Mapping[str, tuple[Kind, str]] = {
     "too_stale": (
         "passing",
         "trajectories end with tokens older than staleness allows and run again, twice as many as are open, and no "
-        "further one was completed",
+        "further one was completed, and no group consumed",
     ),
     "broker_full": ("stuck", "the broker is at its memory limit"),
     "no_weights": ("stuck", "no version of the weights is published"),

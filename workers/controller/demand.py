@@ -71,24 +71,29 @@ class Progress:
     """What has come of a run.
 
     sign: what changes with each token, turn and end; moved_at_ms: since when it is so, by the fabric's clock.
-    completed_max: the most trajectories that were completed at a time; rerun_count: those that had run again by then.
-    stale_count: those that have run again since, as they ended too stale.
+    completed_max: the most trajectories that were completed at a time since a group was consumed last; rerun_count:
+    those that had run again by then. stale_count: those that have run again since, as they ended too stale.
     """
 
     sign: int
     moved_at_ms: int
-    completed_max: int
-    rerun_count: int
+    completed_max: int = 0
+    consumed_count: int = 0
+    rerun_count: int = 0
     stale_count: int = 0
 
-    def then(self, sign: int, now_ms: int, completed: int, reruns: int) -> Progress:
+    def then(self, sign: int, now_ms: int, counters: Mapping[str, int]) -> Progress:
         """Return what it is with newer counters."""
-        has_more = completed > self.completed_max or reruns < self.rerun_count  # fewer: they began anew
+        completed, consumed = counters.get("trajectories_completed", 0), counters.get("groups_consumed", 0)
+        reruns = counters.get("reruns", 0)
+        has_more = completed > self.completed_max or consumed > self.consumed_count
+        has_more |= reruns < self.rerun_count  # fewer: they began anew
         rerun_count = reruns if has_more else self.rerun_count
         return Progress(
             sign=sign,
             moved_at_ms=self.moved_at_ms if sign == self.sign else now_ms,
             completed_max=completed if has_more else self.completed_max,
+            consumed_count=consumed,
             rerun_count=rerun_count,
             stale_count=reruns - rerun_count,
         )
@@ -131,9 +136,10 @@ class Census:
         found: dict[str, Progress] = {}
         for run_id, status in survey.runs.items():
             sign = sum(status.counters.values()) + made.get(run_id, 0)
-            completed, reruns = (status.counters.get(name, 0) for name in ("trajectories_completed", "reruns"))
-            before = self._progress.get(run_id) or Progress(sign, survey.now_ms, completed, reruns)
-            found[run_id] = before.then(sign, survey.now_ms, completed, reruns)
+            before = self._progress.get(run_id)
+            if before is None:
+                before = Progress(sign, survey.now_ms, completed_max=-1)
+            found[run_id] = before.then(sign, survey.now_ms, status.counters)
         self._progress = found
         return found
 

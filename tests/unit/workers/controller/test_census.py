@@ -88,16 +88,18 @@ async def test_the_tokens_of_a_worker_that_serves_several_are_progress_of_those_
 async def test_trajectories_that_end_too_stale_count_until_more_are_completed_than_ever_were() -> None:
     census, status = Census(), await status_of(24)
 
-    def stale_count(completed: int, reruns: int) -> int:
-        run = replace(status, counters={"trajectories_completed": completed, "reruns": reruns})
+    def stale_count(completed: int, reruns: int, consumed: int = 0) -> int:
+        counters = {"trajectories_completed": completed, "reruns": reruns, "groups_consumed": consumed}
+        run = replace(status, counters=counters)
         return census.progress(replace(NOTHING, runs={"a": run}))["a"].stale_count
 
     # Given a run that had reruns before anybody looked, Then those that come count
     assert [stale_count(8, 30), stale_count(8, 33)] == [0, 3]
     # And a group that is complete, and too stale when it is asked for, is no gain
     assert [stale_count(4, 37), stale_count(8, 37), stale_count(4, 41)] == [7, 7, 11]
-    # But one more than ever is, and so are counters that begin anew
+    # But one more than ever is, a group that is consumed, and counters that begin anew
     assert [stale_count(9, 41), stale_count(9, 44)] == [0, 3]
+    assert [stale_count(8, 45, consumed=1), stale_count(8, 46, consumed=1)] == [0, 1]
     assert [stale_count(0, 1), stale_count(0, 5)] == [0, 4]
 
 
