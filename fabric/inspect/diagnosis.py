@@ -50,8 +50,8 @@ CODES: Mapping[str, tuple[Kind, str]] = {
     ),
     "too_stale": (
         "passing",
-        "trajectories end with tokens older than staleness allows and run again, twice as many as are open, and no "
-        "further one was completed, and no group consumed",
+        "trajectories end with tokens older than staleness allows and run again, twice as many as are open, while "
+        "none more is completed and no group consumed",
     ),
     "broker_full": ("stuck", "the broker is at its memory limit"),
     "no_weights": ("stuck", "no version of the weights is published"),
@@ -127,7 +127,7 @@ class Scene:
     workers: with the age of the last heartbeat, ms; below 0: it lies in the future. leases: by run, then by worker.
     terms: of serving workers. reasons: of the controller's plan, by worker. quiet_s: by run, how long nothing has come
     of it, as the controller saw; a run that is not there: not known. stale_counts: by run, trajectories that ended too
-    stale since one more was completed. memory_bytes: what the broker holds, and its
+    stale since one more was completed or a group consumed. memory_bytes: what the broker holds, and its
     limit (0: none). bad_rows: what the reading passed over.
     """
 
