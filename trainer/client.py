@@ -63,11 +63,36 @@ class _Selector(selectors.DefaultSelector):
         return super().unregister(fileobj)
 
 
+class _Event:
+    """What one thread waits for and another sets. A signal handler may raise in the one that waits.
+
+    threading.Event bears no such exception: its waiter is left registered half made, and setting it fails then.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Wake who waits; call this in one thread alone."""
+        if not self._is_set:
+            self._is_set = True
+            self._lock.release()
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Wait until it is set, or so many seconds; return whether it is."""
+        return self._is_set or self._lock.acquire(timeout=timeout_s) or self._is_set
+
+
 class _Call(Generic[T]):
     """A coroutine on the loop, and the thread that waits for it."""
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
-        self.is_over = threading.Event()
+        self.is_over = _Event()
         self._work = work
         self._loop = loop
         self._task: asyncio.Task[T] | None = None

@@ -26,6 +26,10 @@ SAY_AFTER_S = 5.0
 SAY_AGAIN_S = 60.0
 LOOK_EVERY_S = 5.0
 MADE = ("tokens", "turns_settled", "trajectories_completed", "attempts_failed")  # counters that show work
+SILENT = frozenset({"nothing_started", "no_controller", "no_worker", "no_agent", "no_reward_worker"})
+RECENT_S = (
+    30.0  # so long a run that had all that it needs may be without somebody: a busy machine, or one who is restarted
+)
 HELD = "for_trainer"  # complete groups wait, or a live consumer holds them
 POLL_S = 1.0  # an iteration that waits for less is one of many, and asks nobody why
 
@@ -39,6 +43,7 @@ class Waiting:
         self._causes: Sequence[Cause] = ()
         self._looked_at_s = self._said_at_s = float("-inf")
         self._said = ""
+        self._well_at_s = float("-inf")  # when the run was last seen to have everybody that it needs
         self._made: int | None = None  # the run's output at the last look in this wait
         self._has_moved = False  # the run made something in this wait
         self._waited_s = 0.0  # without a group, by iterations that have ended: short ones in a row are one long wait
@@ -79,7 +84,9 @@ class Waiting:
         if not causes:
             return f"no group came within {timeout_s:g} s"
         text = f"no group came within {timeout_s:g} s: {_words(causes[0], held_count)}"
-        if timeout_s >= SAY_AFTER_S and causes[0].kind == "stuck" and not self._has_moved:
+        may_come_back = causes[0].code in SILENT and _now_s() - self._well_at_s < RECENT_S
+        is_stuck = causes[0].kind == "stuck" and not (self._has_moved or may_come_back)
+        if timeout_s >= SAY_AFTER_S and is_stuck:
             rows = with_commands([asdict(each) for each in causes])
             raise NothingMoves(text, run_id=self._run_id, cause=rows[0]["code"], step=rows[0]["step"], causes=rows)
         if not causes[0].is_well:
@@ -89,6 +96,7 @@ class Waiting:
     def forget(self) -> None:
         """Forget the cause, as a group came: warn again when the run stands again."""
         self._causes, self._said, self._waited_s, self._looked_at_s = (), "", 0.0, float("-inf")
+        self._well_at_s = _now_s()
         self._made, self._has_moved = None, False
 
     async def _look(self, age_s: float = LOOK_EVERY_S) -> Sequence[Cause]:
@@ -99,6 +107,8 @@ class Waiting:
                 found = await read_fabric(self._board, self._run_id)
                 self._causes = found.causes[self._run_id]
                 self._note_made(found.survey.runs[self._run_id].counters)
+                if not any(each.code in SILENT for each in self._causes):
+                    self._well_at_s = _now_s()
             except FabricError as error:
                 self._causes = ()
                 log.info("waiting.not_diagnosed", extra={"run_id": self._run_id, "error": str(error)})

@@ -18,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from ...fabric.rules.queue.retries import ever
 from ...fabric.rules.queue.timings import BOUNDS_S, TIMINGS, Histogram, Histograms
 from ..schemas.answers import LeaseView, RunView, Status, WorkerView
 from .families import counter, gauge
@@ -104,7 +105,7 @@ def _run_counters(runs: list[RunView]) -> Iterator[Metric]:
     for key, name, text in COUNTERS:
         family = counter(name, text, "run")
         for run in runs:
-            family.add_metric([run.run_id], run.counters.get(key, 0))
+            family.add_metric([run.run_id], ever(run.counters, key))
         yield family
 
 

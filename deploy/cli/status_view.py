@@ -33,7 +33,7 @@ def draw(seen: dict[str, Any], *, width: int = 80, has_all: bool = False) -> Gro
     parts += [line for row in seen["bad_rows"] for line in bad_row_lines(row)]
     if seen["runs"]:
         parts += [_runs_card(seen["runs"][0]) if has_all else _runs_table(seen["runs"], is_wide)]
-        parts += [line for run in seen["runs"] for line in cause_lines(run, has_all=has_all)]
+        parts += [line for run in sorted(seen["runs"], key=_urgency) for line in cause_lines(run, has_all=has_all)]
     parts += _workers(seen["workers"], seen["leases"], is_wide)
     parts += [*_rewards(seen["runs"], width), *_agreement(seen["runs"])]
     return Group(*parts)
@@ -82,6 +82,13 @@ def _runs_table(rows: Sequence[dict[str, Any]], is_wide: bool) -> Table:
 def _state_of_run(run: dict[str, Any]) -> Cell:
     kind = run["causes"][0]["kind"] if run["causes"] else ""
     return Cell(kind, KINDS.get(kind, "red"))
+
+
+def _urgency(run: dict[str, Any]) -> int:
+    """Order runs for a screen that cuts off the last: those that stand first, those that move last."""
+    kinds = ("stuck", "passing", "waits", "moves")
+    kind = run["causes"][0]["kind"] if run["causes"] else "moves"
+    return kinds.index(kind) if kind in kinds else 0
 
 
 def bad_row_lines(row: dict[str, Any]) -> list[Text]:

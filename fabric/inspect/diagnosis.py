@@ -499,15 +499,17 @@ def _unleased(view: _View) -> Iterator[Cause]:
     """Say why no worker of the model has a lease for the run."""
     if view.leased or view.run.head_version < 0 or view.is_in_environment:
         return
-    unsaid = ("takes_turns", "no_lease") if view.is_kept_out else ()
+    unsaid: tuple[str, ...] = ("takes_turns", "no_lease") if view.is_kept_out else ()
     reasons: dict[str, list[str]] = {}
     for each in islice(view.holders.values(), ASKED_COUNT):
         code, reason = _why_unleased(view, each)
         reasons.setdefault(code, []).append(f"{_plain(each.worker_id)}: {_plain(reason)}")
+    if "takes_turns" in reasons:  # it gets a worker by itself, whoever else lends or not
+        unsaid += ("lend_off", "guard_shut")
+    may_pass = any(CODES[code][0] != "stuck" for code in reasons)  # nobody has to act while another worker may come
     for code, (text, step) in _LEASE_WORDS.items():
         if code in reasons and code not in unsaid:
-            # nobody has to lend while a worker starts: what it waits for passes without anybody
-            kind: Kind | None = "passing" if code == "lend_off" and "worker_loading" in reasons else None
+            kind: Kind | None = "passing" if may_pass and CODES[code][0] == "stuck" else None
             named = "; ".join(reasons[code][:NAME_COUNT])
             more = "; and others" if len(reasons[code]) > NAME_COUNT else ""
             if code == "lend_off" and all(each.role == "serving" for each in view.holders.values()):
@@ -519,6 +521,11 @@ def _unleased(view: _View) -> Iterator[Cause]:
 
 _LOADS = "Wait; if it takes minutes, read the log of that worker"
 _LEASE_WORDS = {
+    "takes_turns": (
+        "the workers of its model serve another run before {run}. ",
+        "Wait for its turn: a worker serves each run for SLICE at least. Or start another one of that model: "
+        "`rollfab worker --model MODEL`",
+    ),
     "worker_failed": ("no worker can generate for {run}. ", "Mend what its log says, and restart it"),
     "worker_loading": ("a worker for {run} is not ready yet. ", _LOADS),
     "lend_off": (
@@ -526,11 +533,6 @@ _LEASE_WORDS = {
         "Its team lends it: `rollfab lend on --all`, or `rollfab lend on --pool NAME`",
     ),
     "guard_shut": ("serving needs the device of every worker for {run} now. ", "See why: `rollfab lend report`"),
-    "takes_turns": (
-        "the workers of its model serve another run before {run}. ",
-        "Wait for its turn: a worker serves each run for SLICE at least. Or start another one of that model: "
-        "`rollfab worker --model MODEL`",
-    ),
     "no_lease": ("no worker is given a lease for {run}. ", "See the controller's plan: `rollfab status`"),
 }
 
@@ -544,9 +546,8 @@ def _slice(view: _View) -> str:
 def _why_unleased(view: _View, info: WorkerInfo) -> tuple[str, str]:
     terms = view.scene.terms.get(info.worker_id)
     reason = view.scene.reasons.get(info.worker_id, "")
-    serves = next(
-        (run_id for run_id in view.scene.served.get(info.worker_id, ()) if run_id != view.config.run_id), None
-    )
+    others = [run_id for run_id in view.scene.served.get(info.worker_id, ()) if run_id != view.config.run_id]
+    serves = info.run_id if info.run_id in others else next(iter(others), None)  # of several, whose weights it follows
     elsewhere = info.run_id if info.run_id not in (None, view.config.run_id) and info.active_version < 0 else None
     if elsewhere is not None:  # whatever it waits for, or fails with, is that run's
         return "takes_turns", f"it fetches weights of run {elsewhere!r}"

@@ -12,6 +12,7 @@ from ..contract.lease_plan import LeaseSample, RunSample, Sample, ServingSample
 from ..contract.records import WorkerInfo
 from ..contract.sharing import SharingReport
 from ..ports.queue import Survey
+from ..rules.queue.retries import ever
 from .diagnosis import ROLLOUT_ROLES, Cause
 
 SAMPLE_ROW_COUNT_MAX = 128  # runs, and serving workers, that have a row of their own in a sample
@@ -95,7 +96,7 @@ def sample_of(
         RunSample(
             run_id=run_id,
             token_count=status.counters.get("tokens", 0),
-            rollout_count=status.counters.get("trajectories_completed", 0),
+            rollout_count=ever(status.counters, "trajectories_completed"),
             groups_waiting=status.groups_waiting,
             dead_count=status.dead_count,
             head_version=status.head_version,

@@ -13,6 +13,7 @@ from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import DeadLetter, Failure, Span, TokenLog
 from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnProgress
 from rollfab.fabric.queue.keys import RunShards
+from rollfab.fabric.rules.queue.retries import ever
 from tests.contracts.conftest import World
 from tests.contracts.test_queue import expire, group_of_size, held_one, lease, letter_of, rollout_of, turn_of
 
@@ -207,6 +208,9 @@ async def test_a_rollout_that_is_too_stale_when_delivered_runs_again(world: Worl
 
     # When the trainer asks
     assert not await world.rollouts.receive("t", 1, 0.01)
+    taken_back = (await world.board.run_status("r1")).counters
+    assert (taken_back["groups_completed"], taken_back["trajectories_completed"]) == (0, 1)
+    assert (ever(taken_back, "groups_completed"), ever(taken_back, "trajectories_completed")) == (1, 2)
 
     # Then only the old one runs again, and the group comes when it has ended
     (again,) = await world.trajectories.claim("a1", 2)

@@ -130,6 +130,11 @@ class RunningTurns:
         """Count the turns of a run that are here."""
         return sum(turn.run_id == run_id for turn in self._turns.values())
 
+    @property
+    def unfinished_count(self) -> int:
+        """How many turns the engine must still step for."""
+        return len(self._unfinished())
+
     def counts(self) -> Counter[str]:
         """Count the turns that the engine must still step for, by run."""
         return Counter(self._turns[name].run_id for name in self._unfinished())

@@ -509,7 +509,7 @@ class RolloutWorker:
             run_id=self._first.run_id if self._first else None,
             active_version=self._active_version(),
             guests={guest.served.run_id: self._version_of(guest.served) for guest in self._guests},
-            running_count=len(self._running),
+            running_count=self._running.unfinished_count,
             trouble=self._trouble(),
             behind=self._behind(),
             is_stale=self._is_stale(),

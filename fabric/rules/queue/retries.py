@@ -9,6 +9,7 @@ clears it: nothing that gets on is ever given up for its workers' deaths.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from ...contract.errors import ClaimLost
 from ...contract.records import DeadLetter, TrajectoryJob
@@ -19,6 +20,8 @@ BLAME_COUNT_MAX = 5  # workers lost with it as the only suspect, or that it stal
 SCORE_LOSS_MAX = 10  # of one reward. A worker that dies may compute many at once, and costs each 1; a process of a
 PROCESS_LOSS = 5  # reward function computes one alone, so its second loss is the last
 RERUN_COUNT_MAX = 20  # that often a trajectory may end too stale: by then the trainer is too fast for its runs
+
+TAKEN_BACK = {"groups_completed": "groups_taken_back", "trajectories_completed": "rollouts_taken_back"}
 
 GIVEN_UP = {
     "lost": (
@@ -57,6 +60,11 @@ def too_stale(policy_version: int, head_version: int) -> str:
 def is_stale(policy_version: int, head_version: int, staleness: int) -> bool:
     """Tell whether tokens of a version are too old to be trained on; -1: there are no tokens."""
     return policy_version >= 0 and head_version - policy_version > staleness
+
+
+def ever(counters: Mapping[str, int], name: str) -> int:
+    """Return a run's counter, with what was taken back since as it was too stale: it only grows."""
+    return counters.get(name, 0) + counters.get(TAKEN_BACK.get(name, ""), 0)
 
 
 def not_held(run_id: str, group_id: str) -> ClaimLost:

@@ -9,11 +9,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -25,6 +27,7 @@ from rollfab.deploy.roles.run import AT_ONCE, STOP_S, _ends
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import BrokerError
 from rollfab.fabric.host.directories import owner_only
+from rollfab.trainer.client import _Event
 
 ROOT = Path(__file__).parents[3]
 
@@ -420,3 +423,44 @@ def test_a_url_of_an_up_that_has_ended_says_to_start_it_again(tmp_path: Path) ->
     assert "has ended with its `" in done.stderr and re.search(r"start `[^`]* up` again", done.stderr)
     with pytest.raises(BrokerError, match="start `rollfab up` again"):
         rollfab.connect(broker.url)
+
+
+def test_what_a_call_waits_for_bears_exceptions_of_signal_handlers() -> None:
+    class Stopped(Exception):
+        """What a handler raises while somebody waits."""
+
+    is_waiting, stopped = False, 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if is_waiting and frame is not None and frame.f_code.co_filename != __file__:
+            raise Stopped
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+    try:
+        for _ in range(1500):
+            event, errors = _Event(), list[BaseException]()
+            setter = threading.Thread(target=_set_soon, args=(event, errors))
+            setter.start()
+            while not event.is_set():
+                try:
+                    is_waiting = True
+                    event.wait()
+                    is_waiting = False
+                except Stopped:
+                    is_waiting = False
+                    stopped += 1
+            setter.join()
+            assert event.wait() and errors == []
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert stopped, "no handler ever raised in a wait"
+
+
+def _set_soon(event: _Event, errors: list[BaseException]) -> None:
+    time.sleep(0.0005)
+    try:
+        event.set()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the fault that is looked for
+        errors.append(error)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rollfab.fabric.contract.errors import BrokerError, NothingMoves
-from rollfab.fabric.contract.records import RunConfig
+from rollfab.fabric.contract.records import RunConfig, WorkerInfo
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import find_filter
 from rollfab.trainer.groups import Groups, Ledger, View
@@ -112,6 +112,26 @@ async def test_a_wait_in_which_something_ran_ends_quietly_though_it_stands_now()
     assert "no weights of run 'r1'" in groups.ended_why
     with pytest.raises(NothingMoves):  # the next wait sees nothing come
         await anext(stage.groups(12.0))
+
+
+@in_virtual_time
+async def test_who_fell_silent_a_moment_ago_may_come_back_before_the_loop_is_ended_by_an_error() -> None:
+    # Given a run whose trainer saw all workers at its last look, and then none
+    stage = await Stage().begin()
+    stage.fabric.tables_of("r1").head_version = 0
+    for role in ("controller", "agent", "dedicated"):
+        named = {"environments": ["frozenlake"]} if role == "agent" else {"model": "tiny"}
+        info = WorkerInfo(worker_id=role, role=role, pid=1, host="h", slot_count=4, **named)  # type: ignore[arg-type]
+        await stage.fabric.board.heartbeat(info)
+    groups = stage.groups(5.0)
+    assert [each async for each in groups] == []
+    # When they are silent, Then its loop is told, and ended only half a minute later
+    for _ in range(4):
+        groups = stage.groups(6.0)
+        assert [each async for each in groups] == []
+        assert "nothing works for run 'r1'" in groups.ended_why
+    with pytest.raises(NothingMoves, match="nothing works for run 'r1'"):
+        await anext(stage.groups(6.0))
 
 
 @in_virtual_time

@@ -16,6 +16,7 @@ for i = 6, #ARGV, 2 do
     forget_rollout(id)
     tally(group.row, 'completed', -1)
     tally(shard.counters, 'trajectories_completed', -1)
+    tally(shard.counters, 'rollouts_taken_back', 1)
     r.worker = '-'
     r.state = spend_attempt(r, 0, tonumber(ARGV[5])) and 'ready' or 'failed'
     write_record(trajectory.record, id, r)

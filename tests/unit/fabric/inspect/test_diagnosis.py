@@ -257,6 +257,21 @@ def test_who_waits_for_a_worker_that_starts_is_not_told_first_that_nobody_lends(
     assert "w1: its engine to start" in causes[0].text
 
 
+def test_who_waits_for_its_turn_is_not_told_that_others_lend_nothing() -> None:
+    # Given a dedicated worker that serves another run, with a guest, and a serving one that is not lent
+    served = (lease(run_id="r0"), lease(run_id="r2"))
+    seen = scene(
+        None, CONTROLLER, AGENT, replace(WORKER, run_id="r2"), SERVING, leases=served, others=(OTHER,), lends=OFF
+    )
+    (cause,) = diagnose(seen, "r1")
+    # Then the run waits for its turn, behind the one whose weights that worker follows, and nobody must act
+    assert (cause.code, cause.kind) == ("takes_turns", "waits") and "it serves run 'r2'" in cause.text
+    # And where a third has failed, that is told behind it
+    failed = replace(WORKER, worker_id="w2", state="failed", error="out of memory", run_id=None)
+    causes = diagnose(replace(seen, workers={**seen.workers, "w2": (failed, 100)}), "r1")
+    assert [(each.code, each.kind) for each in causes] == [("takes_turns", "waits"), ("worker_failed", "passing")]
+
+
 def test_what_is_most_fundamental_comes_first() -> None:
     # Given a run for which everything is missing, one thing after the other is mended
     run, found = status(head=-1), []
