@@ -43,7 +43,7 @@ from .machine.workload import StepPlan
 LENT_CHUNK, OWN_CHUNK = 512, 2048  # prompt tokens in one rollout step: beside serving, and alone
 NEARLY_COMPLETE = 4  # a quarter of a group's quorum missing: use/ring.lua of the broker says the same, and a test it
 GRACE_S, READY_S, PATIENCE_S = GRACE_MS / 1000, READY_MS / 1000, PATIENCE_MS_MAX / 1000
-STRAY_COUNT, SHARE_SLACK = 16, 1.125  # as use/homed.lua and use/share.lua of the broker say
+STRAY_COUNT, SHARE_SLACK = 16, 1.125  # as use/strays.lua and use/share.lua of the broker say
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
 DRAIN_S = 600.0
 SAVE_S, ROUND_S = RolloutConfig.log_s, RolloutConfig.poll_s  # between two renewals of a claim, and two rounds at most

@@ -53,6 +53,8 @@ __all__ = [
 USE = re.compile(r"^-- use ([a-z_ ]+)$", re.MULTILINE)
 FLAGS = re.compile(r"^-- flags ([a-z-]+)$", re.MULTILINE)
 KEYS = re.compile(r"^-- keys (.+)$", re.MULTILINE)
+FUNCTION = re.compile(r"^local function (\w+)\((?:[^\n]*\bend|.*?^end)\n", re.MULTILINE | re.DOTALL)
+WORD = re.compile(r"\w+")
 COMMENT = re.compile(r"--.*$", re.MULTILINE)
 
 Owner = ShardKeys | JobKeys | GroupKeys | WeightKeys | str  # a str is a key that has no owner
@@ -173,13 +175,22 @@ def script_text(name: str, texts: Mapping[str, str]) -> str:
             declare.
     """
     head, source = head_of(name, texts), texts[name]
-    parts = "".join(texts[part] for part in _used(source))
+    parts = _needed("".join(texts[part] for part in _used(source)), source)
     undeclared = {".".join(found) for found in KEY.findall(COMMENT.sub("", parts + source))} - set(head.counts)
     if undeclared:
         raise ValueError(f"script {name} does not declare {', '.join(sorted(undeclared))}")
     flags = FLAGS.search(source)
     first = f"#!lua flags={flags.group(1)}\n" if flags else "#!lua\n"
     return first + texts["typed"] + _locals(head) + parts + source
+
+
+def _needed(parts: str, source: str) -> str:
+    """Leave functions out that nothing calls: a script defines all of its own anew each time that it runs."""
+    bodies = {found.group(1): found.group() for found in FUNCTION.finditer(parts)}
+    words = set(WORD.findall(COMMENT.sub("", FUNCTION.sub("", parts) + source)))
+    while more := {word for name in words & bodies.keys() for word in WORD.findall(bodies.pop(name))}:
+        words |= more
+    return FUNCTION.sub(lambda found: "" if found.group(1) in bodies else found.group(), parts)
 
 
 @cache

@@ -13,7 +13,7 @@
 - Nothing waits for long: PATIENCE_MS_MAX bounds the wait by choice. Beyond it and GRACE_MS, a turn goes before all
   others, at whatever worker has a place.
 
-queue/lua/jobs/use/homed.lua and share.lua carry it out; the bounds are here and there.
+queue/lua/jobs/use/homed.lua, strays.lua and share.lua carry it out; the bounds are here and there.
 """
 
 from __future__ import annotations

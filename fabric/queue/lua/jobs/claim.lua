@@ -3,17 +3,16 @@
 -- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect among them at
 -- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it. Of one
 -- class, turns that wait for this worker are the first; what is beyond its share, and what pays here, the last of all.
--- Returns {1, wall_ms, next_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights
--- too old. next_ms: when a turn of others may be taken, or -1. An entry's id begins with the machine's time as its job
--- became ready; suspects have none. Jobs without a record, or not ready (cancelled), are dropped here; one that cannot be
--- read is left to the reaper.
+-- Returns {1, wall_ms, next_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights too
+-- old. next_ms: when a turn of others may be taken, or -1. An entry's id begins with the machine's time as its job became
+-- ready; suspects have none. What has no record, or is not ready, is dropped; what cannot be read is the reaper's.
 -- keys shard.begun shard.clock shard.lease_slots shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log
 -- keys jobs.ready jobs.record jobs.suspects
 -- flags allow-oom
--- use batch parts count record look time limit suspect share homed ready
+-- use batch parts count record look time limit suspect share homed strays ready
 local worker, want, claim_ms, class_count, is_turn = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), 3, ARGV[4] ~= '-'
 local now, wall = now_ms(shard.clock)
-local some_wait, room = is_turn and redis.call('ZCARD', shard.turn_homed_at) > 0, math.huge -- for their homes
+local some_wait, room = is_turn and redis.call('ZRANGE', shard.turn_homed_at, 0, 0)[1], math.huge -- for their homes
 
 if is_turn then
   local epoch, slots = lease_of(worker, now)
@@ -28,9 +27,10 @@ elseif must_wait_for_consumer() then class_count = 1 end
 local ids, since, next_ms, takes_suspect, suspect_loss = {}, {}, -1, ARGV[6] == '1', tonumber(ARGV[8])
 if takes_suspect and want > 0 then ids[1] = next_suspect(jobs.suspects, jobs.record) end
 local function strays(grace) return take_strays(tonumber(ARGV[9]), grace, want - #ids, now, wall - now, ids, since) end
-if some_wait and want > #ids then strays(GRACE_MS) end
+if some_wait and want > #ids and is_overdue(some_wait, now) then strays(GRACE_MS) end
+local own = some_wait and find_home(worker, math.min(want, room) - #ids) or {}
 for class = 1, class_count do
-  if some_wait then take_home(worker, class, math.min(want, room) - #ids, wall - now, ids, since) end
+  if own[1] then take_home(own, class, math.min(want, room) - #ids, wall - now, ids, since) end
   next_ms = sooner(next_ms, take_ready(jobs.ready[class], want - #ids, room - #ids, wall, ids, since))
 end
 if some_wait and want > #ids then next_ms = sooner(next_ms, strays(room > #ids and 0 or GRACE_MS)) end

@@ -105,3 +105,29 @@ def test_functions_that_a_script_uses_bring_their_keys() -> None:
 def test_a_call_with_other_keys_than_the_head_says_is_refused(name: str, owners: list[scripts.Owner]) -> None:
     with pytest.raises(AssertionError):
         keys_of(name, owners)
+
+
+TOOLS = """
+local ONE = 1
+local function a(x) return b(x) end
+local function spare(x)
+  return c(x)
+end
+local function b(x)
+  return ONE + x
+end
+"""
+
+
+def test_a_script_brings_no_function_that_it_does_not_call() -> None:
+    texts = {"tools": TOOLS, "script": "-- use tools\nreturn a(1) -- not spare\n", "typed": ""}
+    text = scripts.script_text("script", texts)
+    assert "function a(x)" in text and "function b(x)" in text and "local ONE" in text and "spare(x)" not in text
+
+
+@pytest.mark.parametrize("name", scripts.script_names())
+def test_no_script_lacks_a_function(name: str) -> None:
+    known = {found.group(1) for text in scripts._texts().values() for found in scripts.FUNCTION.finditer(text)}
+    text = scripts.COMMENT.sub("", scripts.load_script(name))
+    defined = set(re.findall(r"local function (\w+)", text)) | set(re.findall(r"local (\w+) = function", text))
+    assert known & set(re.findall(r"(?<![\w.])(\w+)\(", text)) <= defined

@@ -26,7 +26,7 @@ from rollfab.fabric.rules.queue.placement import (
 )
 
 RUN = RunConfig(run_id="r", model="tiny", environment="frozenlake", prefix_affinity=True)
-LUA = Path(rollfab.__file__).parents[2] / "fabric/queue/lua/jobs/use/homed.lua"
+LUA = Path(rollfab.__file__).parents[2] / "fabric/queue/lua/jobs/use/strays.lua"
 
 
 def test_the_bounds_are_those_of_the_script() -> None:
