@@ -16,8 +16,8 @@ from rollfab.fabric.contract.records import Sampling, Side
 from rollfab.fabric.contract.sides import joined, parts
 from rollfab.fabric.model.presets import model_config
 from rollfab.workers.engines.base import EngineLimits, GenerationRequest
-from rollfab.workers.engines.vllm.attached import streams
 from rollfab.workers.engines.vllm.attached.backend import ServerDoor
+from rollfab.workers.engines.vllm.common import pieces
 from rollfab.workers.engines.vllm.common.arena import Mirror
 from rollfab.workers.engines.vllm.common.backend import Ask
 from rollfab.workers.engines.vllm.common.config import VllmConfig
@@ -140,7 +140,7 @@ async def test_tokens_come_in_pieces_and_are_the_same(
     door: ServerDoor, model: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a server whose pace is known, and is quick enough whatever else this machine does
-    monkeypatch.setattr(streams, "PIECE_S", 60.0)
+    monkeypatch.setattr(pieces, "PIECE_S", 60.0)
     await tell(door, new_ask("pace", 60))
     count = door.pulse().step_count
     # When 60 tokens are asked for

@@ -20,6 +20,7 @@ import os
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from .common.beside import CANNOT, made_sides, prompt_sides
 from .common.environment import installed_version, prepare_environment
 from .common.logs import cause_of, output_into
 from .common.names import MPS, PRIOR_COUNT, PROBE
+from .common.pieces import Pace, piece_tokens
 from .common.shared import aside
 from .images import prompt_of
 from .plugin import children_die_with_us, register
@@ -82,6 +84,7 @@ class LocalDoor:
         self._page: Page | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._commit_count = 0  # after which prefixes were to be forgotten
+        self._token_s: float | None = None  # time per token, as some request showed last
 
     @property
     def facts(self) -> ModelFacts:
@@ -100,12 +103,17 @@ class LocalDoor:
         where = " (cpu)" if is_on_cpu else ""
         has_tokenizer = self._vllm is None or self._vllm.has_tokenizer
         return Abilities(
-            name=f"vllm {installed_version().partition('+')[0]}{where}",
+            name=f"vllm {self._version}{where}",
             weights="deltas",
             sleeps=not is_on_cpu,
             cannot=CANNOT if has_tokenizer else CANNOT | dict.fromkeys(GUIDED, NO_TOKENIZER),
             cannot_resume=frozenset() if is_on_cpu else COUNTED,
         )
+
+    @cached_property
+    def _version(self) -> str:
+        """vLLM's; looked up once, as it is read from a file."""
+        return installed_version().partition("+")[0]
 
     # ---- opening and closing
 
@@ -221,6 +229,7 @@ class LocalDoor:
         is_told_more = bool(ask.sampling.logprobs) or ask.sampling.prompt_logprobs is not None
         marks: list[tuple[int, int]] = []
         starts: Sequence[tuple[str, int]] | None = None
+        pace, loop = Pace(), asyncio.get_running_loop()
         with translated(self._config.log_path, "vLLM ended a request"):
             stream = self._llm.generate(
                 prompt, self._parameters(ask), ask.request_id, lora_request=self._lora_request()
@@ -228,6 +237,8 @@ class LocalDoor:
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     made = output.outputs[0]
+                    if made.token_ids:
+                        self._token_s = pace.note(len(made.token_ids), loop.time()) or self._token_s
                     starts = starts if starts is not None else self._version_starts(ask.request_id)
                     if starts is not None and len(starts) != len(marks):
                         marks = [(start, _number(name)) for name, start in starts]
@@ -268,6 +279,7 @@ class LocalDoor:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            stream_interval=1 if sampling.stop else piece_tokens(self._token_s),  # stop texts are found on our side
             skip_clone=True,
         )
 

@@ -24,15 +24,15 @@ from rollfab.workers.engines.vllm.attached.routes import (
     find_logprob_count_max,
     find_route,
 )
-from rollfab.workers.engines.vllm.attached.streams import (
+from rollfab.workers.engines.vllm.attached.streams import Streams
+from rollfab.workers.engines.vllm.common.backend import Ask
+from rollfab.workers.engines.vllm.common.pieces import (
     PACE_TOKENS_MIN,
     PIECE_S,
     PIECE_TOKENS_MAX,
     Pace,
-    Streams,
     piece_tokens,
 )
-from rollfab.workers.engines.vllm.common.backend import Ask
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Any
 
 from .....fabric.contract.errors import EngineError
 from ...seeds import resumed_seed
 from ..common.backend import Ask, Chunk
+from ..common.pieces import Pace, piece_tokens
 from .admission import Turn, Turns
 from .client import Attempt, Client
 from .routes import Piece, Route
@@ -29,9 +29,6 @@ HEALTH_EVERY_S = 2.0
 HEALTH_S = 20.0  # a server that computes on a busy machine may take seconds to answer
 HEALTH_PATIENCE = 2  # answers in a row that do not come
 EMPTY_MAX = 3  # attempts in a row that made no token
-PIECE_S = 0.25  # well below the time between two savings of a turn's tokens, and that after which it counts as stalled
-PIECE_TOKENS_MAX = 16  # larger pieces save little, and a server may become slower while it makes one
-PACE_TOKENS_MIN = 8  # fewer may have come all at once
 
 
 class Streams:
@@ -186,27 +183,6 @@ class Streams:
             return True
         await self._check_health()
         return self.failure is not None
-
-
-@dataclass(slots=True)
-class Pace:
-    """The pace of an attempt. first_s: when its first tokens came. token_count: those that came after them."""
-
-    first_s: float | None = None
-    token_count: int = 0
-
-    def note(self, token_count: int, now_s: float) -> float | None:
-        """Note that tokens came; return the seconds per token so far, or None while too few have come."""
-        if self.first_s is None:
-            self.first_s = now_s
-            return None
-        self.token_count += token_count
-        return (now_s - self.first_s) / self.token_count if self.token_count >= PACE_TOKENS_MIN else None
-
-
-def piece_tokens(token_s: float | None) -> int:
-    """Choose how many tokens come at once. token_s: time per token, above 0; None: not known, so each comes alone."""
-    return 1 if token_s is None else max(1, min(PIECE_TOKENS_MAX, int(PIECE_S / token_s)))
 
 
 def _finish_reason(turn: Turn, last: Piece) -> str:
