@@ -321,11 +321,14 @@ class LocalDoor:
         await self._settle()
 
     async def _settle(self) -> None:
-        """Answers come in order, so all tokens are here: let them reach their streams."""
+        """Answers come in order, so all tokens are here: let them reach their streams, also those of half a piece."""
         outputs = getattr(self._llm.engine_core, "outputs_queue", None)
         while outputs is not None and not outputs.empty():  # noqa: ASYNC110  vLLM's own queue tells nobody
             await asyncio.sleep(0)
-        for _ in range(SETTLE_TURNS):
+        for step in range(2 * SETTLE_TURNS):
+            if step == SETTLE_TURNS:
+                for state in list(self._llm.output_processor.request_states.values()):
+                    _hand_over(state)
             await asyncio.sleep(0)
 
     async def release(self) -> None:
@@ -423,6 +426,17 @@ class LocalDoor:
         with translated(self._config.log_path, "vLLM did not take its KV cache again"):
             if not await self._llm.wake_up(["kv_cache"]):
                 raise EngineError("vLLM is still partly asleep")
+
+
+def _hand_over(state: Any) -> None:
+    """Have vLLM hand over what a request has made of its next piece, as it does itself once that is whole."""
+    if state.stream_interval <= 1 or state.detokenizer is None or state.queue is None:
+        return
+    token_ids = state.detokenizer.output_token_ids[state.sent_tokens_offset :]
+    if token_ids:
+        state.sent_tokens_offset += len(token_ids)
+        output = state._new_completion_output(token_ids, None, None)
+        state.queue.put(state._new_request_output(state.external_req_id, [output], False))
 
 
 def _end(vllm: _Vllm) -> None:
