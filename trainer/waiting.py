@@ -27,9 +27,7 @@ SAY_AGAIN_S = 60.0
 LOOK_EVERY_S = 5.0
 MADE = ("tokens", "turns_settled", "trajectories_completed", "attempts_failed")  # counters that show work
 SILENT = frozenset({"nothing_started", "no_controller", "no_worker", "no_agent", "no_reward_worker"})
-RECENT_S = (
-    30.0  # so long a run that had all that it needs may be without somebody: a busy machine, or one who is restarted
-)
+RECENT_S = 30.0  # so long who was there may be silent: his machine is busy, or he is started again
 HELD = "for_trainer"  # complete groups wait, or a live consumer holds them
 POLL_S = 1.0  # an iteration that waits for less is one of many, and asks nobody why
 

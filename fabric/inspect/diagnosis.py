@@ -341,8 +341,8 @@ def _attempts_fail(view: _View) -> Iterator[Cause]:
 def _too_stale(view: _View) -> Iterator[Cause]:
     """Name the cause where a run publishes faster than its trajectories end: all that is generated is thrown away."""
     count = view.scene.stale_counts.get(view.config.run_id, 0)
-    if not view.open_count or count < 2 * view.open_count:
-        return
+    if not view.open_count or count < 2 * view.open_count or view.has_stalled or not _is_moving(view):
+        return  # what stands has another cause by now
     yield view.cause(
         "too_stale",
         f"{counted(count, 'trajectory')} of {view.name} ended with tokens older than its staleness allows and run "

@@ -373,6 +373,9 @@ def test_a_run_that_publishes_faster_than_its_trajectories_end_is_told_so_while_
     assert codes(diagnose(scene(run, *ALL, leases=HELD, stale_count=stale), "r1")) == found
     ended = status(0, groups_submitted=8, groups_consumed=8)
     assert codes(diagnose(scene(ended, *ALL, leases=HELD, stale_count=stale), "r1")) == ["all_consumed"]
+    # But once its only worker is gone for good, that is what it is told, and nothing of how it was before
+    turns = status(0, 4, ready=4)
+    assert codes(diagnose(scene(turns, CONTROLLER, AGENT, stale_count=stale), "r1")) == ["no_worker"]
 
 
 def test_a_worker_that_fell_silent_is_gone_and_one_whose_lease_has_ended_has_none() -> None:
