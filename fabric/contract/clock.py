@@ -40,6 +40,13 @@ class SystemClock:
         await asyncio.sleep(duration_s)
 
 
+class LoopClock(SystemClock):
+    """The clock of the loop that runs: the machine's, but in a simulation."""
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
 def wall_offset_ns() -> int:
     """Return the wall clock less the monotonic one, nanoseconds: to show others when a measured time was."""
     return time.time_ns() - time.monotonic_ns()

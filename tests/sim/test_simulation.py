@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rollfab.fabric.contract.clock import SystemClock
 from tests.sim.__main__ import main
 from tests.sim.options import draw
 from tests.sim.world import Outcome, simulate
@@ -70,6 +71,14 @@ def test_a_seed_replays_exactly_in_any_process() -> None:
     # Then what happened is the same to the last line
     assert here.failure == ""
     assert done.stdout.split()[-1] == here.trace_hash
+
+
+def test_no_run_asks_the_machine_for_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(clock: SystemClock) -> float:
+        raise AssertionError("a simulated process reads the machine's clock")
+
+    monkeypatch.setattr(SystemClock, "now_s", refuse)
+    assert failures(simulate(draw(seed)) for seed in (REPLAYED, 122)) == []
 
 
 def test_another_seed_is_another_run() -> None:

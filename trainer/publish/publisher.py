@@ -25,7 +25,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from ...fabric.contract.clock import Clock, SystemClock
+from ...fabric.contract.clock import Clock, LoopClock
 from ...fabric.contract.errors import BrokerError, InputError, WeightError, WireError
 from ...fabric.contract.records import GLOO, RunConfig
 from ...fabric.format.kernels.places import on_host
@@ -109,7 +109,7 @@ class Publisher:
         self._store = store
         self._run_id = run_id
         self._shard_count = shard_count
-        self._clock = clock or SystemClock()
+        self._clock = clock or LoopClock()
         self._lock = asyncio.Lock()
         self._epoch = 0
         self._layout: Layout | None = None

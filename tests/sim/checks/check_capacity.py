@@ -144,6 +144,8 @@ class CapacityChecker:
         if facts is self._facts:
             require(version >= self._versions.get(worker_id, -1), f"worker {worker_id}: went back to version {version}")
             self._versions[worker_id] = version
+        else:
+            self._versions.pop(worker_id, None)  # it comes back by what it has then, which may be our older version
         is_right = facts.weights.get(version) == digest
         require(is_right, f"worker {worker_id}: holds other weights than were published as version {version}")
         self._facts.note(process.name, "weights", worker_id, version)
