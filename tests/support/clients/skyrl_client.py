@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
+LONG_COUNT = 64
 SAMPLING = {
     "max_tokens": 12,
     "temperature": 0.0,
@@ -61,9 +62,16 @@ async def main(address: str) -> None:
         await client.reset_prefix_cache()
         await client.resume_generation()
         told["again"] = dict(await waiting)
-        # Given up, it has no tokens
+        # Given up, it has no tokens; so many that no machine is through with all of them by then
         long = asyncio.create_task(
-            client.generate({**asked, "sampling_params": {"max_tokens": 400, "ignore_eos": True}})
+            client.generate(
+                {
+                    "prompt_token_ids": [[5, 6, each] for each in range(LONG_COUNT)],
+                    "session_ids": [f"long {each}" for each in range(LONG_COUNT)],
+                    "sampling_params": {"max_tokens": 400, "ignore_eos": True},
+                    "cache_salt": "0",
+                }
+            )
         )
         await asyncio.sleep(0.5)
         await client.pause("abort")
