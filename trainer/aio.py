@@ -67,7 +67,7 @@ from .checks import (
     plain_facts,
 )
 from .evaluation import SUFFIX, check_existing, evaluation_of, goal_of
-from .filters import Keep, Refill, find_filter
+from .filters import Keep, Refill, check_refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .metrics import StepMeter
 from .publish.publisher import Publisher, PublishReport
@@ -441,6 +441,7 @@ class AsyncRun:
         check_count_max("groups", count)
         view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep), takeover=takeover)
         refilled = None if refill is None else Refill(tasks=check_tasks("refill", refill))
+        check_refill(keep, refill)
         return Groups(self._ledger, view, refilled, waiting=self._waiting)
 
     async def peek(self, count: int = 10) -> list[Group]:

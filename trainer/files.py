@@ -30,7 +30,7 @@ from ..fabric.contract.records import Failure, Group, Rollout, Side, nodes_from,
 from ..fabric.contract.sides import DTYPES
 from ..fabric.contract.wire import ARRAY_DTYPES, dump_json, load_json
 from .checks import check_count_max, check_wait
-from .filters import Keep, find_filter
+from .filters import Keep, check_refill, find_filter
 
 ROW_GROUP_BYTES = 32 << 20  # of arrays, that a writer or reader of Parquet holds at once, and one group
 FACTS = ("trajectory_id", "reward", "finish_reason", "turn_count", "attempt", "seed")
@@ -429,6 +429,7 @@ class Recording:
         """
         check_wait("groups", timeout)
         check_count_max("groups", count)
+        check_refill(keep, refill)
         return RecordedGroups(self, count, find_filter(keep))
 
     def take(self) -> Group | None:

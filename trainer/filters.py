@@ -29,6 +29,15 @@ def has_varied_rewards(group: Group) -> bool:
 FILTERS: Mapping[str, Keep] = {"varied": has_varied_rewards}
 
 
+def check_refill(keep: Any, refill: Any) -> None:
+    """Require a filter where tasks are given to replace what it drops. Raises InputError."""
+    if refill is not None and keep is None:
+        expected = 'give keep="varied", or a function of a group'
+        raise InputError(
+            f"groups: refill replaces groups that keep drops, and there is no keep: {expected}", name="refill"
+        )
+
+
 def find_filter(keep: Any) -> Keep:
     """Find a filter by its name, or return it as given; None keeps all.
 

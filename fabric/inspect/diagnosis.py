@@ -307,7 +307,10 @@ def _nothing_open(view: _View) -> Iterator[Cause]:
     if not submitted:
         yield view.cause("nothing_submitted", f"nothing was submitted to {view.name} yet", step)
     elif view.count("groups_consumed"):
+        run, dead = view.config.run_id, view.run.dead_count
         text = f"{pushed} {have} been consumed or cancelled"
+        if dead:
+            step = f"See what failed for good ({counted(dead, 'dead letter')}): `rollfab dead ls --run {run}`. {step}"
         yield view.cause("all_consumed", text, step)
     else:
         yield view.cause("all_cancelled", f"{pushed} {were} cancelled", step)

@@ -302,6 +302,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a filter that is none": (lambda run: run.groups(keep=5), "groups: keep is int, expected varied, or a function"),
     "a refill that is none": (lambda run: run.groups(refill=5), "refill is int, expected a list or an iterator"),
     "one task to refill with": (lambda run: run.groups(refill={"seed": 1}), "refill is dict, expected a list"),
+    "a refill of what nobody drops": (lambda run: run.groups(refill=[{}]), "there is no keep: give keep="),
     "a task to refill with that is none": (lambda run: run.groups(refill=[{}, 5]), "task 1 is int, expected a dict"),
     "no group of ranks": (
         lambda run: run.publish(WEIGHTS, version=0, group=5),

@@ -363,6 +363,11 @@ def test_a_run_whose_attempts_fail_is_told_so_before_any_has_failed_for_good(att
     assert codes(diagnose(scene(well, *ALL, leases=HELD), "r1")) == ["moves"]
 
 
+def test_a_run_that_is_through_is_told_what_of_it_failed_for_good() -> None:
+    over = replace(status(0, groups_submitted=8, groups_consumed=8), dead_count=3)
+    assert "(3 dead letters): `rollfab dead ls --run r1`" in diagnose(scene(over, *ALL), "r1")[0].step
+
+
 @pytest.mark.parametrize(
     ("queued", "stale", "found"), [(1, 8, ["too_stale"]), (1, 7, ["moves"]), (0, 8, ["too_stale"])]
 )
