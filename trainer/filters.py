@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from ..fabric.contract.errors import InputError
 from ..fabric.contract.records import Group
@@ -66,10 +67,23 @@ class Refill:
     """
 
     tasks: Iterator[Mapping[str, Any]]
+    _taken: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def task_for(self, name: str) -> Mapping[str, Any] | None:
+        """Return the next task, for a replacement of this name the same until it is pushed; None: there are no more."""
+        if name not in self._taken and (task := next(self.tasks, None)) is not None:
+            self._taken[name] = task
+        return self._taken.get(name)
+
+    def note_pushed(self, name: str) -> None:
+        """Forget a replacement that the run has."""
+        self._taken.pop(name, None)
 
     def name_of(self, dropped: str) -> str:
         """Name the replacement of a group: `<group>-r1`, and the replacement of that `<group>-r2`."""
         found = REFILL.match(dropped)
         base, count = (found.group(1), int(found.group(2)) + 1) if found else (dropped, 1)
         suffix = f"-r{count}"
+        if len(base) > NAME_LENGTH_MAX - len(suffix):  # cut off, long names would be alike
+            suffix = f"-{crc32(base.encode()):08x}{suffix}"
         return base[: NAME_LENGTH_MAX - len(suffix)] + suffix

@@ -230,6 +230,11 @@ class Ledger:
             _bound(self._open)
             self._trace_pushed([group for group in groups if group.group_id in taken], begun_s)
 
+    async def knows(self, group_id: str) -> bool:
+        """Whether the run has a group of this name, or had it. Raises FabricError, like RolloutStream.known."""
+        (is_known,) = await self._rollouts.known([group_id])
+        return is_known
+
     def trace(self, groups: list[GroupPush]) -> list[GroupPush]:
         """Begin a trace of each group that is to be traced: its jobs carry it, also if they are pushed again."""
         return [_traced(each, root) if (root := self._spans.root()) is not None else each for each in groups]
@@ -486,6 +491,8 @@ class Groups:
         self._left = view.count
         self._held: list[Delivery] | None = None
         self._latest: Delivery | None = None  # what `__anext__` returned last
+        self._owed: list[GroupPush] = []  # replacements that found no room
+        self._owed_since_s = 0.0
         self.given_count = 0  # groups that it returned
         self.dropped_count = 0
         self.ended_why = ""
@@ -531,6 +538,7 @@ class Groups:
         timeout_s = math.inf if self._view.timeout is None else self._view.timeout
         begun_s, held_count = loop.time(), len(self._held or ())
         while True:
+            await self._pay()
             asked_s = loop.time()
             waited_s = asked_s - begun_s
             left_s = min(POLL_S, timeout_s - waited_s, self._waiting.look_in_s(waited_s))
@@ -557,22 +565,54 @@ class Groups:
             raise
 
     async def _drop(self, delivery: Delivery) -> None:
-        """Replace an unwanted group, then acknowledge it; in this order, so that nothing is lost in between."""
+        """Replace an unwanted group, then acknowledge it; in this order, so that nothing is lost in between.
+
+        Where the run has no room for both, what replaces it is pushed once there is some.
+        """
         try:
-            await self._replace(delivery.group)
+            owed = await self._replace(delivery.group)
             await self._ledger.acknowledge(delivery)
         except BaseException:
             self._ledger.put_back(delivery)
             raise
+        self._owed += owed
         self.dropped_count += 1
 
-    async def _replace(self, group: Group) -> None:
-        task = None if self._refill is None else next(self._refill.tasks, None)
-        if self._refill is not None and task is not None:
-            size = len(group.rollouts) + len(group.failures) + len(group.cancelled)
-            quorum = len(group.rollouts) if group.ended_by == "quorum" else None
-            name = self._refill.name_of(group.group_id)
-            await self._ledger.push(self._ledger.trace(make_groups([task], size, [name], quorum=quorum)))
+    async def _replace(self, group: Group) -> list[GroupPush]:
+        """Push what replaces a group; return what finds no room beside it."""
+        if self._refill is None:
+            return []
+        name = self._refill.name_of(group.group_id)
+        if group.redelivered and await self._ledger.knows(name):
+            return []  # whoever dropped it before has pushed that
+        task = self._refill.task_for(name)
+        if task is None:
+            return []
+        size = len(group.rollouts) + len(group.failures) + len(group.cancelled)
+        quorum = len(group.rollouts) if group.ended_by == "quorum" else None
+        (push,) = self._ledger.trace(make_groups([task], size, [name], quorum=quorum))
+        try:
+            await self._ledger.push([push])
+        except QueueFull as error:
+            if not 0 < error.facts.get("need", 0) <= error.facts["limit"]:
+                raise
+            return [push]
+        self._refill.note_pushed(name)
+        return []
+
+    async def _pay(self) -> None:
+        """Push replacements that found no room, as far as there is some now."""
+        loop = asyncio.get_running_loop()
+        while self._owed:
+            try:
+                await self._ledger.push(self._owed[:1])
+            except QueueFull as error:
+                self._owed_since_s = self._owed_since_s or loop.time()
+                self._waiting.tell_refusal(loop.time() - self._owed_since_s, error, "what replaces a dropped group")
+                return
+            assert self._refill is not None
+            self._refill.note_pushed(self._owed.pop(0).group_id)
+            self._owed_since_s = 0.0
 
     async def __aenter__(self) -> Groups:
         self._home.check()

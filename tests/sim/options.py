@@ -47,6 +47,8 @@ class Options:
     is_transactional: bool
     dies_on_errors: bool
     cancels: bool
+    retries: bool  # somebody lets what was given up run again, as long as there are faults
+    drops: bool  # some groups, which other tasks replace
     # the faults
     faults_s: float
     fault_gap_s: float
@@ -57,6 +59,7 @@ class Options:
     revokes: bool
     kills: bool
     has_guest: bool  # a second run, of the same weights now and then
+    deletes_guest: bool  # an operator deletes that in the middle of its work
     serves_s: float  # a step of the serving engines beside which lent workers are; 0: they are beside none
 
     @property
@@ -144,6 +147,8 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         is_transactional=random.random() < 0.3,
         dies_on_errors=random.random() < 0.5,
         cancels=random.random() < 0.1,
+        retries=Random(f"retries {seed}").random() < 0.3,
+        drops=Random(f"drops {seed}").random() < 0.3,
         faults_s=6.0 if focus else random.choice((2.0, 4.0, 6.0)),
         fault_gap_s=random.choice((0.2, 0.5, 1.0)),
         trouble_fraction=0.0 if focus else random.choice((0.0, 0.01, 0.05)),
@@ -153,5 +158,6 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         revokes=revokes,
         kills=not (focus or hangs or revokes) and Random(f"kills {seed}").random() < 0.25,
         has_guest=not (focus or hangs or revokes) and Random(f"guest {seed}").random() < 0.4,
+        deletes_guest=Random(f"deletes {seed}").random() < 0.4,
         serves_s=0.0 if hangs else Random(f"serves {seed}").choice((0.0, 0.0, 0.02, 0.12)),
     )

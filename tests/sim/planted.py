@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from rollfab.fabric.contract.errors import QueueFull
 from rollfab.fabric.queue import rollouts as bus_rollouts
 from rollfab.fabric.queue import scripts
 from rollfab.fabric.queue import turns as bus_turns
@@ -21,7 +22,7 @@ from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.fabric.rules.queue.token_parts import followed
-from rollfab.trainer.groups import Ledger
+from rollfab.trainer.groups import Groups, Ledger
 from rollfab.workers.agent.keeper import Keeper
 from rollfab.workers.rollout import turns as rollout_turns
 from rollfab.workers.rollout import turns as workers_turn
@@ -342,6 +343,25 @@ def acknowledged_before_use() -> list[Patch]:
         return delivery
 
     return [(Ledger, "receive", receive)]
+
+
+@plant
+def dropped_groups_make_no_room() -> list[Patch]:
+    """A replacement that finds no room beside the dropped group is refused."""
+
+    async def owe(self: Any, group: Any) -> Any:
+        if owed := await replace(self, group):
+            raise QueueFull("no room for what replaces a group", limit=1, need=1)
+        return owed
+
+    replace = Groups._replace
+    return [(Groups, "_replace", owe)]
+
+
+@plant
+def a_deleted_run_gets_a_clock() -> list[Patch]:
+    """Who still reads or writes a run that was deleted makes its clock anew."""
+    return [in_lua(("redis.call('SET', clock, text, 'XX')", "redis.call('SET', clock, text)"))]
 
 
 @plant

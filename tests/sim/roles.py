@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import cache
+from itertools import count
+from random import Random
 from typing import TYPE_CHECKING, Any
 
-from rollfab.fabric.contract.errors import BrokerError, FabricError, QueueFull
-from rollfab.fabric.contract.records import WorkerInfo
+from rollfab.fabric.contract.errors import BrokerError, FabricError, QueueFull, RunUnknown
+from rollfab.fabric.contract.records import Group, WorkerInfo
 from rollfab.fabric.rules.queue.retries import SCORE_LOSS_MAX
 from rollfab.trainer.aio import AsyncFabric, AsyncRun
 from rollfab.workers.agent.worker import AgentConfig, AgentWorker
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 RUN_ID, GUEST_ID = "sim", "guest"
 GUEST_VERSION_MIN = 3  # versions of the second run have other numbers
+OTHER_TASK = 50  # the first that replaces a dropped group
 POOL = "spare"  # of the serving workers, by which they are lent whenever they start
 RECEIVER = ReceiverOptions(poll_s=1.0, retry_s=0.1, retry_s_max=1.0, audit_every=1)
 
@@ -160,14 +163,20 @@ async def guest(world: World, link: Link, stop: asyncio.Event) -> None:
     """The same for a second run, which publishes what the first one has, by numbers of its own."""
     assert world.guest is not None
     fabric, options = AsyncFabric(link, "memory:"), world.guest.facts.options  # type: ignore[arg-type]
-    while not stop.is_set():
+    while not (stop.is_set() or world.guest.is_deleted):
         try:
             environment = f"sim-{options.recovery}"
             run = await fabric.run(GUEST_ID, model="tiny", environment=environment, **options.settings)
             break
         except FabricError:
             await asyncio.sleep(0.2)
-    await _train(_GuestLoop(world.guest, world, link, run), stop)
+    else:
+        return
+    try:
+        await _train(_GuestLoop(world.guest, world, link, run), stop)
+    except RunUnknown:
+        if not world.guest.is_deleted:
+            raise
 
 
 async def _train(loop: _TrainingLoop, stop: asyncio.Event) -> None:
@@ -196,6 +205,7 @@ class _TrainingLoop:
             for name, task in watched.tasks.items()
             if ended.get(name) is None or ended[name].end != "cancelled"
         }
+        self._others = ({"number": OTHER_TASK + n} for n in count())  # these, too, begin anew with every life
         self._step_count = 0
         self._wish: dict[int, Any] = {}
 
@@ -204,12 +214,12 @@ class _TrainingLoop:
         await self._begin()
         await self._submit()
         if self.options.is_transactional:
-            async with self._run.groups(timeout=0.5, count=2) as groups:
+            async with self._run.groups(timeout=0.5, count=2, **self._wants) as groups:
                 used = [group.group_id async for group in groups if await self._think()]
                 for group_id in used:
                     self._watched.groups.use(self._link.process, group_id)
         else:
-            async for group in self._run.groups(timeout=0.5, count=1):
+            async for group in self._run.groups(timeout=0.5, count=1, **self._wants):
                 await self._think()
                 self._watched.groups.use(self._link.process, group.group_id)
         self._step_count += 1
@@ -221,6 +231,17 @@ class _TrainingLoop:
     async def _begin(self) -> None:
         if await self._run.head_version() < 0:
             await self._publish(0)
+
+    @property
+    def _wants(self) -> dict[str, Any]:
+        return {"keep": self._keep, "refill": self._others} if self.options.drops else {}
+
+    def _keep(self, group: Group) -> bool:
+        """About every other group is dropped, and so is every other one that replaces it."""
+        is_wanted = Random(f"{group.group_id} {self.options.seed}").random() < 0.5
+        if not is_wanted:
+            self._watched.groups.use(self._link.process, group.group_id)
+        return is_wanted
 
     async def _think(self) -> bool:
         await asyncio.sleep(self.options.think_s)

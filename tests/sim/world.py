@@ -7,6 +7,7 @@ come to its end within `live_s`. Then everyone leaves, and the broker must be em
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 from unittest import mock
 from zlib import crc32
 
-from rollfab.fabric.contract.errors import EngineError, FabricError, RunUnknown
+from rollfab.fabric.contract.errors import BrokerError, EngineError, FabricError, InputError, RunUnknown
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.queue.keys import ShardKeys
@@ -43,6 +44,8 @@ from tests.standin.fabric import StandInFabric
 
 LEAVE_S = 5.0  # within which a process that is asked to must leave
 STATUS_S = 0.25
+RETRY_S = 0.3
+OWED_S = 0.25
 SERVED_S = 3.0  # beyond the faults, in which serving has requests
 SCORE_MS = 3_000  # a reward that was lost is asked for again
 
@@ -79,13 +82,16 @@ class Watched:
         self.turns = TurnChecker(self.facts)
         self.trajectories = TrajectoryChecker(self.facts, self.turns)
         self.groups = GroupChecker(self.facts, self.trajectories)
+        self.is_deleted = False
         self._made: dict[tuple[str, int], tuple[int, int]] = {}
 
     @property
     def is_all_used(self) -> bool:
-        """Whether every group has come to its end."""
-        ended = [group for group in self.groups.groups.values() if group.end]
-        return len(ended) == len(self.tasks)
+        """Whether every group has come to its end, or the run to its own."""
+        if self.is_deleted:
+            return True
+        groups = self.groups.groups
+        return all(name in groups for name in self.tasks) and all(group.end for group in groups.values())
 
     def note_made(self, process: Process, version: int, made_of: tuple[int, int]) -> None:
         """A trainer is about to publish a version of these weights: see `Facts.newest`."""
@@ -162,7 +168,7 @@ class World:
             for _ in range(count):
                 self.start(role)
         await self.set_lend("on")
-        watch = asyncio.create_task(self._watch())
+        others = [asyncio.create_task(each) for each in (self._watch(), self._delete_guest(), self._retry_dead())]
         faults = Faults(self, Random(f"faults {options.seed}"))
         try:
             await self._unless_failed(faults.run(options.faults_s))
@@ -174,7 +180,31 @@ class World:
             await self._unless_failed(self._leave())
             await check_end(self)
         finally:
-            watch.cancel()
+            for each in others:
+                each.cancel()
+
+    async def _delete_guest(self) -> None:
+        """The second run is deleted while it works; nobody judges it from then on, and nothing may be left of it."""
+        if self.guest is None or not self.options.deletes_guest:
+            return
+        await asyncio.sleep(Random(f"deleted when {self.options.seed}").uniform(1.0, self.options.faults_s + 2.0))
+        while not self.guest.groups.pushed_count:
+            await self.clock.sleep(0.05)
+        self.guest.is_deleted = True
+        del self._checkers[roles.GUEST_ID]
+        await self.fabric.board.delete_run(roles.GUEST_ID)
+        self.facts.note("operator", "delete", roles.GUEST_ID)
+
+    async def _retry_dead(self) -> None:
+        """Somebody looks at the dead letters again and again, and lets them run again."""
+        operator = Process("operator-1", "operator")
+        link = Link(operator, self.broker, self._fabric(operator.name), self.network, self._observe, self.rewards)
+        while self.options.retries and self._loop.time() < self.options.faults_s:
+            await asyncio.sleep(RETRY_S)
+            with contextlib.suppress(BrokerError):
+                if run := (await link.board.runs()).get(roles.RUN_ID):
+                    letters = await link.rollouts(run).dead_letters(10)
+                    await link.rollouts(run).retry([each.trajectory_id for each in letters])
 
     # ---- processes
 
@@ -207,6 +237,8 @@ class World:
         """Run a process to its end; one that ends by itself is started again, as a supervisor would."""
         try:
             await work
+        except InputError as error:  # nobody here gives wrong ones
+            self.fail(error)
         except (EngineError, FabricError) as error:
             self.facts.note("world", "exit", process.name, type(error).__name__)
             if not process.is_dead and not self._is_closing:
@@ -272,7 +304,9 @@ class World:
     def applied(self, process: Process, worker_id: str, run_id: str, version: int, digest: int) -> None:
         """An engine holds weights of a run now."""
         watched = next(each for each in self.watched if each.run_id == run_id)
-        self.judge(self.capacity.applied, process, worker_id, watched.facts, version, digest)
+        if watched.is_deleted:
+            return self.capacity.forget(worker_id)
+        return self.judge(self.capacity.applied, process, worker_id, watched.facts, version, digest)
 
     async def _unless_failed(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -301,10 +335,12 @@ class World:
     async def _live(self) -> None:
         limit_s = self.options.live_s
         until_s = self._loop.time() + limit_s
-        while not all(each.is_all_used for each in self.watched):
+        used_s = 0.0
+        while used_s < OWED_S:  # what replaces a dropped group may come after it
             if self._loop.time() > until_s:
                 raise Violation(f"not everything ended within {limit_s:g} s without faults: {await self._stuck()}")
             await asyncio.sleep(0.1)
+            used_s = used_s + 0.1 if all(each.is_all_used for each in self.watched) else 0.0
         self.facts.note("world", "all used")
 
     async def _stuck(self) -> str:

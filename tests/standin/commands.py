@@ -142,7 +142,9 @@ def get(space: Keyspace, words: Words) -> Any:
 @command
 def set_(space: Keyspace, words: Words) -> Any:
     key, value, *options = words
-    ends_ms = space.wall_ms() + whole(options[1]) if options else None
+    if options == [b"XX"] and not space.is_there(key):
+        return None
+    ends_ms = space.wall_ms() + whole(options[1]) if len(options) == 2 else None
     space.put(key, value, ends_ms)
     return {"ok": OK}
 

@@ -16,6 +16,7 @@ from tests.sim.policy import tensors, weights_digest
 from tests.sim.virtual_loop import Process
 
 TAKEN_BACK = {"groups_completed", "trajectories_completed"}  # totals that a rerun of stale rollouts lowers
+RETRIED = {"trajectories_failed", "groups_completed"}  # totals that a retry of dead letters lowers
 FIRST_TOKEN_S = 4.0  # what the simulated workers are set to
 NOTICE_S = 1.0  # within which a revoked worker must have stopped, when it can hear
 STALL_S = FIRST_TOKEN_S + 1.5  # within which turns go on elsewhere when an engine makes no step
@@ -145,10 +146,14 @@ class CapacityChecker:
             require(version >= self._versions.get(worker_id, -1), f"worker {worker_id}: went back to version {version}")
             self._versions[worker_id] = version
         else:
-            self._versions.pop(worker_id, None)  # it comes back by what it has then, which may be our older version
+            self.forget(worker_id)
         is_right = facts.weights.get(version) == digest
         require(is_right, f"worker {worker_id}: holds other weights than were published as version {version}")
         self._facts.note(process.name, "weights", worker_id, version)
+
+    def forget(self, worker_id: str) -> None:
+        """An engine holds weights of another run: it comes back by what it has then, which may be our older version."""
+        self._versions.pop(worker_id, None)
 
     # ---- bounds
 
@@ -160,7 +165,8 @@ class CapacityChecker:
         require(min(numbers.values()) >= 0, f"a number is negative: {numbers}")
         for name, total in self._counters.items():
             now = status.counters.get(name, 0)
-            is_taken_back = name in TAKEN_BACK and status.config.when_stale == "rerun"
+            is_rerun = name in TAKEN_BACK and self._facts.options.when_stale == "rerun"
+            is_taken_back = is_rerun or (name in RETRIED and self._facts.options.retries)
             require(now >= total or is_taken_back, f"total {name} went from {total} to {now}")
         self._counters = dict(status.counters)
 

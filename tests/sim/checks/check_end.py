@@ -59,7 +59,11 @@ async def check_idle(world: World) -> None:
 async def check_end(world: World) -> None:
     """Promise 7, and that the totals add up, for each run."""
     for watched in world.watched:
-        await _check_end(world, watched)
+        if watched.is_deleted:
+            left = [name for name in _names(world, watched.run_id) if not name.startswith("rf:")]
+            require(not left, f"of the deleted run {watched.run_id} the broker still holds {left}")
+        else:
+            await _check_end(world, watched)
 
 
 async def _check_end(world: World, watched: Watched) -> None:
@@ -95,9 +99,13 @@ async def _check_end(world: World, watched: Watched) -> None:
 
 def _left(world: World, run_id: str) -> list[str]:
     """Tables of a run that hold something, except those that may stay."""
+    return [name for name in _names(world, run_id) if not name.startswith(("rf:", *STAYS))]
+
+
+def _names(world: World, run_id: str) -> list[str]:
+    """Tables that hold something: those of a run without what their names begin with, all others whole."""
     base, tables = ShardKeys(run_id, 0).base + ":", world.store.keys
-    names = [key.decode().removeprefix(base) for key in tables.names() if not _is_empty(tables.held[key])]
-    return [name for name in names if not name.startswith(("rf:", *STAYS))]
+    return [key.decode().removeprefix(base) for key in tables.names() if not _is_empty(tables.held[key])]
 
 
 def _is_empty(value: Any) -> bool:

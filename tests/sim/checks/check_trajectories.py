@@ -164,6 +164,15 @@ class TrajectoryChecker:
         each.fail_count += 1
         self._begin_again(trajectory_id, each, each.attempt + 1)
 
+    def rollouts_retry(self, process: Process, verdicts: dict[str, str], trajectory_ids: Sequence[str]) -> None:
+        """What was given up begins anew, with all its attempts."""
+        for name in (name for name, verdict in verdicts.items() if verdict == "done"):
+            each = self.trajectories[name]
+            require(each.fail_count or each.claim_count, f"trajectory {name}: given up before it ever ran")
+            each.claim_count = each.fail_count = 0
+            self._begin_again(name, each, 0)
+            self._facts.note(process.name, "retry", name)
+
     def trajectories_release(
         self, process: Process, result: None, worker_id: str, claims: Sequence[TrajectoryClaim]
     ) -> None:

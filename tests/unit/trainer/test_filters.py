@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rollfab.fabric.contract.errors import InputError, QueueFull
+from rollfab.fabric.contract.errors import InputError
 from rollfab.fabric.contract.records import Group, RunConfig
+from rollfab.fabric.ports.queue import Delivery
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
@@ -45,7 +46,9 @@ def test_a_replacement_has_the_same_name_whenever_the_same_group_is_dropped() ->
     refill = Refill(tasks=iter(()))
     assert refill.name_of("g1") == "g1-r1"
     assert refill.name_of("g1-r1") == "g1-r2"
-    assert len(refill.name_of("x" * 63)) == 63
+    long = [refill.name_of("x" * 62 + end) for end in "ab"]
+    assert [len(name) for name in long] == [63, 63] and long[0] != long[1]
+    assert refill.name_of(long[0])[:-1] == long[0][:-1]
 
 
 async def ended(*names: str, size: int = 1, run: RunConfig = RUN, **rewards: float) -> tuple[StandInFabric, Ledger]:
@@ -83,6 +86,77 @@ async def test_a_dropped_group_is_acknowledged_and_replaced_by_the_next_task() -
     assert waiting[0].job.task_id == "next"
 
 
+async def test_a_group_that_is_dropped_again_is_replaced_once_and_takes_no_second_task() -> None:
+    """As where a trainer died, or lost the broker, between the two calls of a drop."""
+    # Given a group that was replaced, and whose acknowledgement did not reach the broker
+    fabric, ledger = await ended("dull", "dull-too")
+    tasks = iter([{"task_id": "first"}, {"task_id": "second"}])
+    groups, acknowledge = groups_of(fabric, ledger, has_varied_rewards, tasks), ledger.acknowledge
+    ledger.acknowledge = interrupted  # type: ignore[method-assign]
+    with pytest.raises(asyncio.CancelledError):
+        await anext(groups)
+    ledger.acknowledge = acknowledge  # type: ignore[method-assign]
+
+    # When the loop goes on
+    with pytest.raises(StopAsyncIteration):
+        await anext(groups)
+
+    # Then each is replaced, by one task
+    waiting = await fabric.trajectories(RUN).claim("a1", 10)
+    found = {claim.job.group_id: claim.job.task_id for claim in waiting}
+    assert found == {"dull-r1": "first", "dull-too-r1": "second"}
+
+
+async def test_a_push_of_what_replaces_a_group_is_repeated_with_the_same_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric, ledger = await ended("dull")
+    groups = groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "first"}, {"task_id": "second"}]))
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "push", interrupted)
+        with pytest.raises(asyncio.CancelledError):
+            await anext(groups)
+    with pytest.raises(StopAsyncIteration):
+        await anext(groups)
+    waiting = await fabric.trajectories(RUN).claim("a1", 10)
+    assert [claim.job.task_id for claim in waiting] == ["first"]
+
+
+async def test_a_group_makes_room_for_what_replaces_it_where_the_run_is_full() -> None:
+    fabric, ledger = await ended("dull", run=FULL)
+    with pytest.raises(StopAsyncIteration):
+        await anext(groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "next"}])))
+    waiting = await fabric.trajectories(FULL).claim("a1", 10)
+    assert [(claim.job.group_id, claim.job.task_id) for claim in waiting] == [("dull-r1", "next")]
+    assert "dull" in fabric.tables_of("r1").consumed
+
+
+async def test_what_finds_no_room_is_pushed_as_soon_as_there_is_some() -> None:
+    # Given a run that somebody else fills as soon as there is room
+    fabric, ledger = await ended("dull", run=FULL)
+    groups, acknowledge = groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "next"}])), ledger.acknowledge
+
+    async def acknowledge_late(delivery: Delivery) -> None:
+        await acknowledge(delivery)
+        await Ledger(fabric.rollouts(FULL)).push(make_groups([{}], 1, ["other"]))
+
+    ledger.acknowledge = acknowledge_late  # type: ignore[method-assign]
+    with pytest.raises(StopAsyncIteration):
+        await anext(groups)
+
+    # When that is through
+    (claim,) = await fabric.trajectories(FULL).claim("a1", 10)
+    assert claim.job.group_id == "other"
+    assert await fabric.trajectories(FULL).settle(claim, rollout_of(claim.job, 1.0), is_scored=True)
+    ledger.acknowledge = acknowledge  # type: ignore[method-assign]
+    with pytest.raises(StopAsyncIteration):
+        await anext(groups)
+    with pytest.raises(StopAsyncIteration):
+        await anext(groups)
+
+    # Then the next task has its place
+    waiting = await fabric.trajectories(FULL).claim("a1", 10)
+    assert [(each.job.group_id, each.job.task_id) for each in waiting] == [("dull-r1", "next")]
+
+
 def broken_filter(group: Group) -> bool:
     raise ValueError(group.group_id)
 
@@ -101,7 +175,6 @@ async def interrupted(_: object) -> None:
     [
         pytest.param(ValueError, "dull", RUN, broken_filter, lambda: iter(()), None, id="the filter fails"),
         pytest.param(OSError, "tasks is gone", RUN, has_varied_rewards, broken_tasks, None, id="the tasks fail"),
-        pytest.param(QueueFull, "", FULL, has_varied_rewards, lambda: iter([{}]), None, id="nothing else fits"),
         pytest.param(
             asyncio.CancelledError, "", RUN, has_varied_rewards, lambda: iter([{}]), interrupted, id="it is interrupted"
         ),

@@ -4,5 +4,5 @@
 -- flags allow-oom
 -- use look time
 redis.call('HSET', fabric.workers, ARGV[1], ARGV[2])
-redis.call('ZADD', fabric.heartbeats, now_ms(fabric.clock), ARGV[1])
+redis.call('ZADD', fabric.heartbeats, now_ms(fabric.clock, true), ARGV[1])
 return redis.call('HGET', fabric.assignments, ARGV[1])

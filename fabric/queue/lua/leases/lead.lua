@@ -9,7 +9,7 @@
 -- flags allow-oom
 -- use count term look time
 local TERM_FROM_S = 1700000000
-local now, leader, last, term = now_ms(fabric.clock), redis.call('GET', fabric.leader), read_term(fabric.lease_epoch), nil
+local now, leader, last, term = now_ms(fabric.clock, true), redis.call('GET', fabric.leader), read_term(fabric.lease_epoch), nil
 if leader then
   local name, process, led, until_ms = string.match(leader, '^([^%s/]+)/?(%S*) (%d+) (%d+)$')
   if whole(until_ms, 0) > now then

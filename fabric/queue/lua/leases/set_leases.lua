@@ -6,7 +6,7 @@
 -- keys shard.clock shard.lease_slots shard.lease_term shard.leases
 -- flags allow-oom
 -- use count term look time batch
-local term, now = tonumber(ARGV[1]), now_ms(shard.clock)
+local term, now = tonumber(ARGV[1]), now_ms(shard.clock, true)
 local last = read_term(shard.lease_term)
 if term > last then redis.call('SET', shard.lease_term, ARGV[1]) end
 

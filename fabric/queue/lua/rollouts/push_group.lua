@@ -29,7 +29,7 @@ for i = 10, #ARGV, 2 do
 end
 if bytes + weight > bytes_max then return {-4, bytes, bytes_max, weight} end
 
-local now, order = now_ms(shard.clock), (is_long(ARGV[8]) and 1 or 0) + (ARGV[9] == '1' and 0 or 2)
+local now, order = now_ms(shard.clock, true), (is_long(ARGV[8]) and 1 or 0) + (ARGV[9] == '1' and 0 or 2)
 tally(shard.run, 'depth', size)
 tally(shard.run, 'bytes', weight)
 redis.call('HSET', group.row, 'size', size, 'quorum', ARGV[3], 'priority', ARGV[4], 'completed', 0, 'failed', 0,

@@ -4,7 +4,7 @@
 -- keys weights.addresses weights.clock weights.holders weights.holding
 -- flags allow-oom
 -- use look time
-local holder, now = ARGV[1], now_ms(weights.clock)
+local holder, now = ARGV[1], now_ms(weights.clock, true)
 local function forget(ids)
   if #ids == 0 then return end
   redis.call('HDEL', weights.holders, unpack(ids))
