@@ -68,16 +68,24 @@ class Refill:
 
     tasks: Iterator[Mapping[str, Any]]
     _taken: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _unused: list[Mapping[str, Any]] = field(default_factory=list)
 
     def task_for(self, name: str) -> Mapping[str, Any] | None:
         """Return the next task, for a replacement of this name the same until it is pushed; None: there are no more."""
-        if name not in self._taken and (task := next(self.tasks, None)) is not None:
+        if name not in self._taken:
+            task = self._unused.pop() if self._unused else next(self.tasks, None)
+            if task is None:
+                return None
             self._taken[name] = task
-        return self._taken.get(name)
+        return self._taken[name]
 
     def note_pushed(self, name: str) -> None:
         """Forget a replacement that the run has."""
         self._taken.pop(name, None)
+
+    def note_refused(self, name: str) -> None:
+        """Use a replacement's task for another: somebody else has replaced that group."""
+        self._unused.append(self._taken.pop(name))
 
     def name_of(self, dropped: str) -> str:
         """Name the replacement of a group: `<group>-r1`, and the replacement of that `<group>-r2`."""

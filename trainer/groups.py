@@ -592,26 +592,35 @@ class Groups:
         quorum = len(group.rollouts) if group.ended_by == "quorum" else None
         (push,) = self._ledger.trace(make_groups([task], size, [name], quorum=quorum))
         try:
-            await self._ledger.push([push])
+            await self._push_replacement(push)
         except QueueFull as error:
             if not 0 < error.facts.get("need", 0) <= error.facts["limit"]:
                 raise
             return [push]
-        self._refill.note_pushed(name)
         return []
+
+    async def _push_replacement(self, push: GroupPush) -> None:
+        assert self._refill is not None
+        try:
+            await self._ledger.push([push])
+        except InputError as error:
+            if error.facts.get("group_id") != push.group_id:
+                raise
+            self._refill.note_refused(push.group_id)  # a process that had the group, too, has replaced it
+        else:
+            self._refill.note_pushed(push.group_id)
 
     async def _pay(self) -> None:
         """Push replacements that found no room, as far as there is some now."""
         loop = asyncio.get_running_loop()
         while self._owed:
             try:
-                await self._ledger.push(self._owed[:1])
+                await self._push_replacement(self._owed[0])
             except QueueFull as error:
                 self._owed_since_s = self._owed_since_s or loop.time()
                 self._waiting.tell_refusal(loop.time() - self._owed_since_s, error, "what replaces a dropped group")
                 return
-            assert self._refill is not None
-            self._refill.note_pushed(self._owed.pop(0).group_id)
+            del self._owed[0]
             self._owed_since_s = 0.0
 
     async def __aenter__(self) -> Groups:

@@ -9,7 +9,7 @@ from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from rollfab.fabric.contract.errors import BrokerError, FabricError, QueueFull, RunUnknown
+from rollfab.fabric.contract.errors import BrokerError, FabricError, QueueFull
 from rollfab.fabric.contract.records import Group, WorkerInfo
 from rollfab.fabric.rules.queue.retries import SCORE_LOSS_MAX
 from rollfab.trainer.aio import AsyncFabric, AsyncRun
@@ -172,11 +172,7 @@ async def guest(world: World, link: Link, stop: asyncio.Event) -> None:
             await asyncio.sleep(0.2)
     else:
         return
-    try:
-        await _train(_GuestLoop(world.guest, world, link, run), stop)
-    except RunUnknown:
-        if not world.guest.is_deleted:
-            raise
+    await _train(_GuestLoop(world.guest, world, link, run), stop)
 
 
 async def _train(loop: _TrainingLoop, stop: asyncio.Event) -> None:

@@ -184,13 +184,16 @@ class World:
                 each.cancel()
 
     async def _delete_guest(self) -> None:
-        """The second run is deleted while it works; nobody judges it from then on, and nothing may be left of it."""
+        """The second run's trainer is gone for good, and the run is deleted: nothing may be left of it."""
         if self.guest is None or not self.options.deletes_guest:
             return
         await asyncio.sleep(Random(f"deleted when {self.options.seed}").uniform(1.0, self.options.faults_s + 2.0))
         while not self.guest.groups.pushed_count:
             await self.clock.sleep(0.05)
         self.guest.is_deleted = True
+        for process in [each for each in self.living() if each.role == "guest"]:
+            process.is_replaced = True
+            self.crash(process, after_s=0.0)
         del self._checkers[roles.GUEST_ID]
         await self.fabric.board.delete_run(roles.GUEST_ID)
         self.facts.note("operator", "delete", roles.GUEST_ID)

@@ -42,9 +42,12 @@ class TrajectoryChecker:
         self._turns = turns
         self.trajectories: dict[str, Trajectory] = {}
         self._deadlines: dict[str, float] = {}
+        self._wanted: dict[str, int] = {}  # by group: how many complete trajectories complete it
 
     def rollouts_push(self, process: Process, taken: list[bool], groups: Sequence[GroupPush]) -> None:
         for group, is_new in zip(groups, taken, strict=True):
+            if is_new:
+                self._wanted[group.group_id] = group.quorum or len(group.jobs)
             for job in group.jobs if is_new else ():
                 self.trajectories[job.trajectory_id] = Trajectory()
             if is_new and group.deadline_s is not None:
@@ -203,9 +206,8 @@ class TrajectoryChecker:
 
     def _complete(self, group_id: str) -> None:
         """A trajectory is complete; with the quorum, so is its group, and the others are not wanted any more."""
-        options = self._facts.options
         members = [each for name, each in self.trajectories.items() if group_of(name) == group_id]
-        if sum(each.scored_fence is not None for each in members) >= (options.quorum or options.group_size):
+        if sum(each.scored_fence is not None for each in members) >= self._wanted[group_id]:
             self.close(group_id)
 
     def close(self, group_id: str) -> None:

@@ -107,6 +107,17 @@ async def test_a_group_that_is_dropped_again_is_replaced_once_and_takes_no_secon
     assert found == {"dull-r1": "first", "dull-too-r1": "second"}
 
 
+async def test_a_group_that_another_process_has_replaced_costs_no_task() -> None:
+    """As where this one was taken for dead, and goes on with what it has received."""
+    fabric, ledger = await ended("dull", "dull-too")
+    await ledger.push(make_groups([{"task_id": "of another"}], 1, ["dull-r1"]))
+    with pytest.raises(StopAsyncIteration):
+        await anext(groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "first"}])))
+    waiting = await fabric.trajectories(RUN).claim("a1", 10)
+    found = {claim.job.group_id: claim.job.task_id for claim in waiting}
+    assert found == {"dull-r1": "of another", "dull-too-r1": "first"}
+
+
 async def test_a_push_of_what_replaces_a_group_is_repeated_with_the_same_task(monkeypatch: pytest.MonkeyPatch) -> None:
     fabric, ledger = await ended("dull")
     groups = groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "first"}, {"task_id": "second"}]))
