@@ -262,7 +262,7 @@ class Planned(Nobody):
         survey = self._survey(cluster, now_s)
         infos = [info for info, _ in survey.workers.values()]
         facts = self._census.workers(infos, survey, self._lends, now_s=now_s, wall_ms=survey.wall_ms)
-        runs = self._census.runs(survey.runs.values(), now_s)
+        runs = self._census.runs(survey.runs.values(), now_s, survey.leases)
         self._owed = division.settle(self._owed, self._grants, runs, TICK_S, self._rule)
         runs = [replace(run, owed=self._owed[run.run_id]) if run.run_id in self._owed else run for run in runs]
         self._advice = advise(facts, runs, self._advice, now_s, AdviceRule())

@@ -81,6 +81,7 @@ CODES: Mapping[str, tuple[Kind, str]] = {
 """Every cause: its kind, and when it is one."""
 
 SILENT_MS = 5_000  # a worker that has said nothing for so long counts as gone, as for the controller
+RECENT_MS = 30_000  # silent for less than this, it may be that its machine is busy, or the broker
 LOADING_SILENT_MS = 30_000  # the same while it loads: what it imports may hold its heartbeats up on a busy machine
 AHEAD_MS = 5_000  # a heartbeat that lies further in the future than a jump of one tick of the clock
 GONE_S = 60.0  # without a sign of life: complete groups may wait for a trainer that trains, a step takes its time
@@ -278,6 +279,15 @@ class _View:
     def cause(self, code: str, text: str, step: str = "", *, kind: Kind | None = None) -> Cause:
         return Cause(code=code, kind=kind or CODES[code][0], text=text, step=step)
 
+    def missing(self, code: str, roles: Sequence[str], text: str, step: str) -> Cause:
+        """Make the cause where nobody of these roles is connected; who was heard of a moment ago may only be slow."""
+        ages = {name: age for name, (info, age) in self.scene.workers.items() if info.role in roles and age < RECENT_MS}
+        if not ages:
+            return self.cause(code, text, step)
+        named = f"{_names(ages)} {'was' if len(ages) == 1 else 'were'} heard of {min(ages.values()) / 1000:.0f} s ago"
+        wait = "Wait a moment: a busy machine or a slow broker delays their signs of life. If they have ended: "
+        return self.cause(code, f"{text}; {named}", f"{wait}{step}", kind="passing")
+
 
 Check = Callable[[_View], Iterator[Cause]]
 
@@ -443,31 +453,23 @@ def _no_weights(view: _View) -> Iterator[Cause]:
 
 
 def _nobody(view: _View) -> Iterator[Cause]:
-    roles = view.scene.by_role
-    if not view.scene.rollout_workers and not roles.get("agent") and not roles.get("controller"):
-        start = f"`rollfab up --model {_plain(view.config.model)}`"
-        were_there = any(
-            info.role in ("controller", "agent", *ROLLOUT_ROLES) for info, _ in view.scene.workers.values()
-        )
-        step = (
-            f"They were here, and are silent. Start them again at this broker: {start}, with ROLLFAB_URL set to its URL"
-            if were_there
-            else f"Start all of them in another shell, {start}, and give your trainer the ROLLFAB_URL that it prints"
-        )
-        yield view.cause(
-            "nothing_started",
-            f"nothing works for {view.name}: neither a controller nor an agent nor a worker is connected to the broker",
-            step,
-        )
+    roles = ("controller", "agent", *ROLLOUT_ROLES)
+    if any(view.scene.by_role.get(role) for role in roles):
+        return
+    start = f"`rollfab up --model {_plain(view.config.model)}`"
+    ages = [age for info, age in view.scene.workers.values() if info.role in roles]
+    step = f"Start all of them in another shell, {start}, and give your trainer the ROLLFAB_URL that it prints"
+    if ages:
+        were_there = "They were here, and are silent. " if min(ages) >= RECENT_MS else ""
+        step = f"{were_there}Start them again at this broker: {start}, with ROLLFAB_URL set to its URL"
+    text = f"nothing works for {view.name}: neither a controller nor an agent nor a worker is connected to the broker"
+    yield view.missing("nothing_started", roles, text, step)
 
 
 def _no_controller(view: _View) -> Iterator[Cause]:
     if not view.scene.by_role.get("controller") and not view.leased:
-        yield view.cause(
-            "no_controller",
-            f"no controller is connected, so no worker is given a lease for {view.name}",
-            "Start one: `rollfab controller`",
-        )
+        text = f"no controller is connected, so no worker is given a lease for {view.name}"
+        yield view.missing("no_controller", ("controller",), text, "Start one: `rollfab controller`")
 
 
 def _no_worker(view: _View) -> Iterator[Cause]:
@@ -477,7 +479,8 @@ def _no_worker(view: _View) -> Iterator[Cause]:
     step = f"Start one: `rollfab worker --model {model}`"
     others = view.scene.rollout_workers
     if not others:
-        yield view.cause("no_worker", f"no worker is connected that could generate for {view.name} ({model})", step)
+        text = f"no worker is connected that could generate for {view.name} ({model})"
+        yield view.missing("no_worker", ROLLOUT_ROLES, text, step)
         return
     namesakes = [each.worker_id for each in others if each.model == view.config.model]
     if namesakes:
@@ -624,7 +627,7 @@ def _agent(view: _View) -> Iterator[Cause]:
         step = "Start a gateway: `rollfab gateway --keys gateway.keys`"
     if not agents:
         text = f"no agent is connected that could play environment {environment!r} of {view.name}"
-        yield view.cause("no_agent", text, step if is_remote else "Start one: `rollfab agent`")
+        yield view.missing("no_agent", ("agent",), text, step if is_remote else "Start one: `rollfab agent`")
     elif not view.agents:
         offered = sorted({name for each in agents for name in each.environments})
         text = f"no agent offers environment {environment!r} of {view.name}: offered are {_names(offered)}"
@@ -674,7 +677,7 @@ def _reward(view: _View) -> Iterator[Cause]:
     step = f"Start one that does: `rollfab reward --reward {reward}=module:attr`"
     workers = view.scene.by_role.get("reward", [])
     if not workers:
-        yield view.cause("no_reward_worker", f"{text}, and no reward worker is connected", step)
+        yield view.missing("no_reward_worker", ("reward",), f"{text}, and no reward worker is connected", step)
         return
     offered = sorted({name for each in workers for name in each.rewards})
     yield view.cause("other_reward", f"{text}, and no reward worker offers it: offered are {_names(offered)}", step)

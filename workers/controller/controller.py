@@ -107,7 +107,7 @@ class Controller:
         passed_s, now_s = self._mind_the_gap()
         survey, lends = await self._board.survey(), await self._board.lends()
         workers, silent = self._told_apart(survey)
-        runs = self._census.runs(survey.runs.values(), now_s)
+        runs = self._census.runs(survey.runs.values(), now_s, survey.leases)
         facts = self._census.workers(workers.values(), survey, lends, now_s=now_s, wall_ms=survey.wall_ms)
         self._owed = settle(self._owed, self._grants, runs, passed_s, self._config.rule)
         runs = [dataclasses.replace(run, owed=self._owed.get(run.run_id, 0.0)) for run in runs]

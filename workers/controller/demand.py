@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...fabric.contract.records import WorkerInfo
+from ...fabric.contract.records import Lease, WorkerInfo
 from ...fabric.contract.sharing import ALL, LendSetting
 from ...fabric.ports.queue import RunStatus, Survey
 from ...fabric.rules.lending.capacity import Grant, RunFacts, WorkerFacts
@@ -30,6 +30,7 @@ SMOOTHING = 0.2  # weight of a new sample
 FAILS_S = 3.0  # that a worker cannot get a run's weights, before other runs go first: a chain may just be mended
 REST_S = 60.0  # for which they do, unless the run has another version
 THINK_S = 5.0  # a run that has asked for no turn for so long wants no slots until it does, however much it has open
+IDLE_S = 3600.0  # for which a run without work or a worker is taken to have had none, when it is seen for the first time
 LATELY_S = 0.5  # beside others, a run has work for as many slots as it had turns at once in this time
 
 
@@ -235,8 +236,10 @@ class Census:
             return SWITCH_S_MAX
         return SWITCH_S_MAX if now_s - since_s < SWITCH_S_MAX else known_s
 
-    def runs(self, statuses: Iterable[RunStatus], now_s: float) -> list[RunFacts]:
-        """Make the facts of all runs.
+    def runs(
+        self, statuses: Iterable[RunStatus], now_s: float, leases: Mapping[str, Mapping[str, Lease]] | None = None
+    ) -> list[RunFacts]:
+        """Make the facts of all runs. leases: by run and worker; a run that has one was at work lately.
 
         Where another run of its model asks for turns, a run wants as many slots as it had turns at once lately: what is
         in its environments would keep a worker idle, and the other waiting. Runs of the same weights are one.
@@ -247,7 +250,9 @@ class Census:
         found = []
         for status, count in asked:
             has_others = asking[_pool_key(status)] > asking_alike[_engine_key(status)]
-            found.append(self.run(status, now_s, turn_count=count if has_others else None))
+            is_served = leases is None or bool(leases.get(status.config.run_id))
+            facts = self.run(status, now_s, turn_count=count if has_others else None, is_served=is_served)
+            found.append(facts)
         self.open_counts = {run.run_id: run.open_count for run in found}
         found = together(found)
         self._firsts = {name: run.run_id for run in found for name in run.runs}
@@ -262,8 +267,14 @@ class Census:
         self._turns[status.config.run_id] = lately
         return max(count for _, count in lately)
 
-    def run(self, status: RunStatus, now_s: float, *, turn_count: int | None = None) -> RunFacts:
-        """Make the facts of one run. turn_count: the most slots that it wants; None: one for each open trajectory.
+    def run(
+        self, status: RunStatus, now_s: float, *, turn_count: int | None = None, is_served: bool = True
+    ) -> RunFacts:
+        """Make the facts of one run.
+
+        turn_count: the most slots that it wants; None: one for each open trajectory. is_served: whether it has a
+        worker; one without, and without work, that is seen for the first time has rested for long. A controller that
+        begins to lead would else take every run that was ever through for one between two steps.
 
         A run whose trajectories all hang or think, or that no agent plays, wants no slots: others would wait for it.
         """
@@ -275,8 +286,9 @@ class Census:
             open_count = 0
         if turn_count is not None:
             open_count = min(open_count, turn_count)
-        if open_count or run_id not in self._busy_at_s:
+        if open_count:
             self._busy_at_s[run_id] = now_s
+        self._busy_at_s.setdefault(run_id, now_s if is_served else now_s - IDLE_S)
         return RunFacts(
             run_id=run_id,
             model=status.config.model,

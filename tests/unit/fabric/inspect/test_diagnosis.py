@@ -383,6 +383,24 @@ def test_a_run_that_publishes_faster_than_its_trajectories_end_is_told_so_while_
     assert codes(diagnose(scene(turns, CONTROLLER, AGENT, stale_count=stale), "r1")) == ["no_worker"]
 
 
+@pytest.mark.parametrize(
+    ("roles", "code", "named"),
+    [
+        (("c1", "a1", "w1"), "nothing_started", "c1, a1, w1 were heard of 7 s ago"),
+        (("w1",), "no_worker", "w1 was heard of 7 s ago"),
+        (("a1",), "no_agent", "a1 was heard of 7 s ago"),
+    ],
+)
+def test_who_was_heard_of_a_moment_ago_may_only_be_slow(roles: tuple[str, ...], code: str, named: str) -> None:
+    """A busy machine, or broker, delays heartbeats; nobody is told to start again what runs."""
+    seen = scene(status(4), *ALL, leases=HELD if code == "no_agent" else ())
+    for age_ms, kind, said in ((7_000, "passing", named), (31_000, "stuck", "")):
+        aged = {name: (info, age_ms if name in roles else 100) for name, (info, _) in seen.workers.items()}
+        cause = diagnose(replace(seen, workers=aged), "r1")[0]
+        assert (cause.code, cause.kind) == (code, kind)
+        assert said in cause.text and cause.step.startswith("Wait a moment") == (kind == "passing")
+
+
 def test_a_worker_that_fell_silent_is_gone_and_one_whose_lease_has_ended_has_none() -> None:
     seen = scene(None, *ALL, leases=HELD)
     silent = replace(seen, workers={**seen.workers, "w1": (WORKER, 6_000)})

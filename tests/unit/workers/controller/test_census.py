@@ -205,6 +205,17 @@ async def test_a_run_that_was_deleted_and_begins_again_is_a_new_one() -> None:
     assert census.run(status, 70.0).idle_s == 0.0
 
 
+async def test_who_begins_to_lead_takes_no_run_that_is_through_for_one_that_works() -> None:
+    """Runs of the same weights share workers for as long as they work, and a while longer."""
+    over = replace(await status_of(0), head_version=0, weights="same")
+    held = replace(over, config=replace(over.config, run_id="between-steps"))
+    at_work = replace(await status_of(9), head_version=0, weights="same")
+    at_work = replace(at_work, config=replace(at_work.config, run_id="works"))
+    lease = Lease(worker_id="w", run_id="between-steps", lease_epoch=1, slot_count=4, lease_until_ms=None)
+    found = Census().runs([over, held, at_work], 5.0, {"between-steps": {"w": lease}, "r1": {}, "works": {}})
+    assert sorted(run.names for run in found) == [("between-steps", "works"), ("r1",)]
+
+
 def test_a_lease_whose_time_is_over_is_none() -> None:
     lease = Lease(worker_id="w", run_id="r1", lease_epoch=1, slot_count=4, lease_until_ms=5_000)
     for left_ms, is_lent in ((1, True), (0, False)):
