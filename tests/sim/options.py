@@ -89,7 +89,7 @@ class Options:
     @property
     def live_s(self) -> float:
         """Within which everything must end once the faults are over."""
-        return 90.0 + 5.0 * max(0, self.group_count * self.group_size - 16)
+        return (180.0 if self.drops else 90.0) + 5.0 * max(0, self.group_count * self.group_size - 16)
 
     @property
     def of_guest(self) -> Options:

@@ -233,8 +233,8 @@ class _TrainingLoop:
         return {"keep": self._keep, "refill": self._others} if self.options.drops else {}
 
     def _keep(self, group: Group) -> bool:
-        """About every other group is dropped, and so is every other one that replaces it."""
-        is_wanted = Random(f"{group.group_id} {self.options.seed}").random() < 0.5
+        """About every other group is dropped, and so is every other one that replaces it, at most two times."""
+        is_wanted = group.group_id.endswith("-r2") or Random(f"{group.group_id} {self.options.seed}").random() < 0.5
         if not is_wanted:
             self._watched.groups.use(self._link.process, group.group_id)
         return is_wanted

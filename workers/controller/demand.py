@@ -30,7 +30,7 @@ SMOOTHING = 0.2  # weight of a new sample
 FAILS_S = 3.0  # that a worker cannot get a run's weights, before other runs go first: a chain may just be mended
 REST_S = 60.0  # for which they do, unless the run has another version
 THINK_S = 5.0  # a run that has asked for no turn for so long wants no slots until it does, however much it has open
-IDLE_S = 3600.0  # for which a run without work or a worker is taken to have had none, when it is seen for the first time
+IDLE_S = 3600.0  # for which a run without work or a worker has had none, when it is seen for the first time
 LATELY_S = 0.5  # beside others, a run has work for as many slots as it had turns at once in this time
 
 

@@ -29,6 +29,7 @@ from ...fabric.chat.choice import read_choice
 from ...fabric.contract.errors import EnvironmentFailed, InputError, WireError
 from ...fabric.contract.limits import TURN_COUNT_MAX
 from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, is_whole, sampling_from, shown
+from .process_main import Refused, said
 
 T = TypeVar("T")
 Recovery = Literal["replay", "snapshot", "restart"]
@@ -214,7 +215,8 @@ class GymEnvironment(Environment):
     `make(**options)` returns an object with `reset(seed=…) → (text, info)` and
     `step(text) → (text, reward, terminated, truncated, info)`; `close()` is called if there is one. A task's "seed", if
     given, replaces the trajectory's: all trajectories of a group then meet the same world. Observations that are not
-    text are shown as `str`. Unless `inline`, calls run in a thread, so a slow or hung call never stops the loop.
+    text are shown as `str`; None before an episode's end, and bytes, are none. Unless `inline`, calls run in a thread,
+    so a slow or hung call never stops the loop.
     """
 
     def __init__(self, make: Callable[..., Any], **options: Any) -> None:
@@ -232,7 +234,7 @@ class GymEnvironment(Environment):
                 f"environment {self.name!r}: reset gave {show(answer)}, expected (observation, info)",
                 reason="reset",
             )
-        return Observation(str(answer[0]), dict(answer[1]))
+        return Observation(self._said("reset", answer[0]), dict(answer[1]))
 
     async def step(self, action: str) -> Step:
         """Apply one action.
@@ -248,7 +250,14 @@ class GymEnvironment(Environment):
                 reason="step",
             )
         text, reward, terminated, truncated, info = answer
-        return Step(str(text), reward, terminated, truncated, dict(info))
+        text = self._said("step", text, terminated is True or truncated is True)
+        return Step(text, reward, terminated, truncated, dict(info))
+
+    def _said(self, what: str, observation: Any, is_over: bool = False) -> str:
+        try:
+            return said(what, observation, is_over)
+        except Refused as error:
+            raise EnvironmentFailed(f"environment {self.name!r}: {error}", reason=what) from error
 
     async def snapshot(self) -> dict[str, Any]:
         """Return the wrapped object's own snapshot, if it can make one."""

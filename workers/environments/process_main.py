@@ -135,9 +135,8 @@ class Stage:
         answer = self._world.reset(seed=int(task.get("seed", seed)))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise Refused("answer", f"reset gave {show(answer)}, expected (observation, info)")
-        return self._fit(
-            "reset", {"text": str(answer[0]), "info": dict(answer[1]), "messages": [], "tools": [], "ids": []}
-        )
+        text = said("reset", answer[0])
+        return self._fit("reset", {"text": text, "info": dict(answer[1]), "messages": [], "tools": [], "ids": []})
 
     def step(self, action: Any) -> dict[str, Any]:
         """Apply an action; return the world's answer to it."""
@@ -149,7 +148,8 @@ class Stage:
             row["messages"] = chat_of(answer, "messages")
         elif isinstance(answer, tuple) and len(answer) == len(STEP):
             row = dict(zip(STEP, answer))  # noqa: B905 - Python 3.8
-            row["text"], row["info"], row["messages"] = str(row["text"]), dict(row["info"]), []
+            is_over = bool(row["terminated"] is True or row["truncated"] is True)
+            row["text"], row["info"], row["messages"] = said("step", row["text"], is_over), dict(row["info"]), []
         else:
             form = "(observation, reward, terminated, truncated, info)"
             raise Refused("answer", f"step gave {show(answer)}, expected {form}")
@@ -245,6 +245,18 @@ def flag(what: str, name: str, value: Any) -> bool:
     if not is_flag:
         raise Refused("answer", f"{what}: its {name} is {show(value)}, expected True or False")
     return bool(value)
+
+
+def said(what: str, observation: Any, is_over: bool = False) -> str:
+    """Return an observation as text. is_over: nobody reads it any more, so there may be none.
+
+    Raises Refused: it is nothing, as of a function that forgot to return it, or bytes, which say no encoding.
+    """
+    if observation is None and is_over:
+        return ""
+    if observation is None or isinstance(observation, (bytes, bytearray)):
+        raise Refused("answer", f"{what} gave {show(observation)} as its observation, expected a text")
+    return str(observation)
 
 
 def number(reward: Any) -> Any:

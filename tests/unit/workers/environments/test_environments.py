@@ -202,6 +202,23 @@ async def test_an_impossible_answer_fails_the_attempt() -> None:
         await GymEnvironment(Reporter).step("")
 
 
+@pytest.mark.parametrize("observation", [None, b"2"])
+async def test_an_observation_that_was_forgotten_fails_the_attempt_and_is_not_trained_on(observation: Any) -> None:
+    class Forgetful:
+        def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
+            return observation, {}
+
+        def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            return None if action else observation, 1.0, bool(action), False, {}
+
+    world = GymEnvironment(Forgetful)
+    with pytest.raises(EnvironmentFailed, match=f"reset gave {observation!r} as its observation, expected a text"):
+        await world.reset({}, 0)
+    with pytest.raises(EnvironmentFailed, match=f"step gave {observation!r} as its observation, expected a text"):
+        await world.step("")
+    assert (await world.step("over")).text == "", "nobody reads the last one"
+
+
 async def test_a_hung_environment_stops_neither_the_loop_nor_the_process() -> None:
     gate = threading.Event()
 
