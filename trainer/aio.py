@@ -35,6 +35,7 @@ from ..fabric.contract.records import Group, RunConfig
 from ..fabric.contract.sampling import EVERYWHERE
 from ..fabric.contract.text import did_you_mean
 from ..fabric.host.entry_points import installed
+from ..fabric.host.facts import show_facts
 from ..fabric.host.forks import Home
 from ..fabric.inspect.diagnosis import ROLLOUT_ROLES, SILENT_MS
 from ..fabric.model.presets import find_model, is_path, model_place
@@ -648,6 +649,7 @@ async def connect(url: str | None = None, *, client_name: str = "trainer") -> As
             "private one",
             setting="url",
         )
+    show_facts()
     spans = open_spans(os.environ.get(COLLECTOR, ""), "trainer", new_worker_id("trainer"))
     try:
         return AsyncFabric(await RedisFabric.open(url, client_name=client_name), url, spans)

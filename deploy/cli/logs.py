@@ -1,7 +1,4 @@
-"""Formats logs: one line per event, its facts after its name. Installed once, at the top of a process.
-
-What goes wrong again and again is not written each time: a row that cannot be read would fill the disk of all who look.
-"""
+"""Sets up a process's logs, at its top, and reads lines of them for people."""
 
 from __future__ import annotations
 
@@ -9,72 +6,12 @@ import logging
 import re
 import shutil
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
 
-from ...fabric.contract.text import one_line, printable
-from ...fabric.host.command import with_commands, wrapped
+from ...fabric.host.facts import FactsFormatter, Flood
 
-PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "vllm_process_name"}
 NOISY = ("rq", "asyncio", "httpx", "uvicorn.access", "matplotlib", "transformers")
-
-
 STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) [\w.]+ (.*)", re.DOTALL)
 QUIET = ("DEBUG", "INFO")
-WINDOW_S = 60.0
-LINE_COUNT_MAX = 30  # of one warning within a window: enough to see what it is about
-EVENT_COUNT_MAX = 1000  # that are counted: names of our own are some hundreds, texts of libraries are without bound
-
-
-class Flood(logging.Filter):
-    """Lets so many lines of each warning pass in a minute; the next one says how many were left out."""
-
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._now_s = now_s
-        self._windows: dict[tuple[str, object], tuple[float, int]] = {}
-        """Logger and event → since when, and how many."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether a line is written."""
-        if record.levelno < logging.WARNING:
-            return True
-        event, now_s = (record.name, record.msg), self._now_s()
-        since_s, count = self._windows.get(event, (now_s, 0))
-        if now_s - since_s >= WINDOW_S:
-            if count > LINE_COUNT_MAX:
-                record.left_out = count - LINE_COUNT_MAX
-            since_s, count = now_s, 0
-        if len(self._windows) >= EVENT_COUNT_MAX and event not in self._windows:
-            self._windows.clear()
-        self._windows[event] = since_s, count + 1
-        return count < LINE_COUNT_MAX
-
-
-class FactsFormatter(logging.Formatter):
-    """Adds what was given as `extra` to the event's name: `lease.granted worker_id='a' slot_count=8`."""
-
-    def __init__(self, layout: str, width: int | None = None) -> None:
-        """width: of the terminal; None: lines are as long as they are."""
-        super().__init__(layout)
-        self._width = width
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """Format a record as one line; tracebacks follow it as always."""
-        line = with_commands(one_line(super().formatMessage(record)))
-        facts = {name: value for name, value in vars(record).items() if name not in PLAIN}
-        line = " ".join([line, *(f"{name}={_short(value)}" for name, value in facts.items())])
-        return line if self._width is None else wrapped(line, self._width)
-
-    def formatException(self, ei: Any) -> str:
-        """Make a traceback printable: it quotes what users' code raised."""
-        return printable(super().formatException(ei))
-
-
-def _short(value: Any) -> str:
-    text = one_line(repr(value))
-    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def plain_lines(text: str) -> list[str]:

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rollfab.deploy.cli.logs import FactsFormatter, plain_lines
+from rollfab.deploy.cli.logs import plain_lines
 from rollfab.deploy.cli.speech import say
 from rollfab.deploy.local.broker_watch import BrokerWatch
 from rollfab.deploy.local.supervisor import Child, Supervisor
 from rollfab.deploy.local.up import UpOptions, _Life
 from rollfab.fabric.host.command import with_commands, wrapped
+from rollfab.fabric.host.facts import FactsFormatter
 from rollfab.fabric.inspect import diagnosis
 
 

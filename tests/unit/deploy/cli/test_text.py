@@ -18,12 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rollfab import deploy
-from rollfab.deploy.cli.logs import FactsFormatter
 from rollfab.deploy.cli.printing import Console, show, show_json
 from rollfab.deploy.cli.status_view import draw
 from rollfab.fabric.contract.errors import EnvironmentFailed
 from rollfab.fabric.contract.records import TrajectoryJob
 from rollfab.fabric.contract.text import cleaned, counted, did_you_mean, one_line, printable
+from rollfab.fabric.host.facts import FactsFormatter
 from rollfab.workers.environments.failures import dead_letter
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x00\x9b31m\u202eabc\u2066\r\x08 tail\ud800"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
-from rollfab.deploy.cli.logs import EVENT_COUNT_MAX, LINE_COUNT_MAX, WINDOW_S, Flood
+from rollfab.fabric.host.facts import EVENT_COUNT_MAX, LINE_COUNT_MAX, WINDOW_S, Flood
 
 
 def record(event: str, level: int = logging.WARNING) -> logging.LogRecord:
@@ -37,3 +39,23 @@ def test_texts_without_end_are_not_all_kept() -> None:
     flood = Flood(lambda: 0.0)
     assert all(flood.filter(record(f"text {number}")) for number in range(3 * EVENT_COUNT_MAX))
     assert len(flood._windows) <= EVENT_COUNT_MAX
+
+
+def test_a_program_that_sets_up_no_logging_sees_warnings_with_their_facts_until_it_does() -> None:
+    code = """
+import logging, sys
+from rollfab.fabric.host.facts import show_facts
+log = logging.getLogger("rollfab.trainer.anything")
+show_facts(), show_facts()
+log.info("weights.published")
+log.warning("weights.not_looked_after", extra={"run_id": "r1", "error": "the broker is away"})
+log.warning("run %r waits. Start a worker", "r1", extra={"run_id": "r1"})
+logging.basicConfig(format="mine: %(message)s")
+log.warning("weights.not_ours", extra={"run_id": "r1"})
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert said.splitlines() == [
+        "weights.not_looked_after run_id='r1' error='the broker is away'",
+        "run 'r1' waits. Start a worker",
+        "mine: weights.not_ours",
+    ]
