@@ -51,6 +51,9 @@ WORDS = Words(  # for next steps that the library tells in Python's words
     },
     {"allow_nonfinite": "allow_nonfinite", "version": "weight_version"},
 )
+WITHOUT_NUMBERS = (
+    "the weights give no numbers for it. Look at the published weights for NaN and infinity, and publish others"
+)
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 TYPES: dict[int, tuple[str, str]] = {  # status → OpenAI's and Anthropic's type of error
     401: ("authentication_error", "authentication_error"),
@@ -171,5 +174,6 @@ def _of_fabric(error: FabricError, where: str) -> Problem:
         text = "the fabric cannot be reached at the moment: try again"
         return Problem(status=503, code="unavailable", message=text, retry_s=1)
     if isinstance(error, EngineError):
-        return Problem(status=502, code="engine_failed", message="the engine failed on this request: try again")
+        step = WITHOUT_NUMBERS if error.facts.get("of_weights") else "try again"
+        return Problem(status=502, code="engine_failed", message=f"the engine failed on this request: {step}")
     return Problem(status=500, code="internal_error", message="the gateway failed on this request: its log says more")

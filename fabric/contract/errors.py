@@ -224,7 +224,7 @@ class RewardFailed(FabricError):
 
 
 class EngineError(FabricError):
-    """The inference engine failed."""
+    """The inference engine failed. Facts: of_weights, whether it will again: the weights give no numbers."""
 
 
 class EngineTimeout(EngineError):

@@ -70,15 +70,22 @@ class RedisLeaseBoard(RedisLeases):
                 "cannot hold: name a single broker for it in the URL, …?reward_queue=redis://host:port"
             )
         with translate():
-            is_new = await self._client.hsetnx(names.RUNS, config.run_id, config.encode())
+            raw = await self._client.hget(names.RUNS, config.run_id)
+            is_new = False
+            if raw is None:  # its shards first: whoever finds the run finds its streams
+                await self._create_shards(config)
+                is_new = await self._client.hsetnx(names.RUNS, config.run_id, config.encode())
+                raw = None if is_new else await self._client.hget(names.RUNS, config.run_id)
+            if raw is not None:
+                check_same_run(_run_in(config.run_id, raw), config)
             if not is_new:
-                raw = await self._client.hget(names.RUNS, config.run_id)
-                if raw is not None:
-                    check_same_run(_run_in(config.run_id, raw), config)
                 await self._client.hset(names.RUNS, config.run_id, config.encode())
-            for keys in RunShards(config.run_id, config.shard_count).all:
-                await self._create_shard(keys, config)
+            await self._create_shards(config)  # again: a deletion of an older one may have removed them in between
         return config
+
+    async def _create_shards(self, config: RunConfig) -> None:
+        for keys in RunShards(config.run_id, config.shard_count).all:
+            await self._create_shard(keys, config)
 
     async def _create_shard(self, keys: ShardKeys, config: RunConfig) -> None:
         limits = {

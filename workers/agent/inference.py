@@ -54,7 +54,7 @@ from ...fabric.ports.inference import (
 from ...fabric.ports.queue import Fabric
 from ...fabric.rules.queue.runs import is_same_run
 from ...fabric.rules.queue.timings import Timings
-from ..engines.admission import OVER_CONTEXT
+from ..engines.admission import NO_NUMBERS, OVER_CONTEXT
 from .carriers import Carrier, Carriers
 from .episode import TurnCaller
 from .keeper import Elsewhere, Keeper, KeeperConfig, patiently
@@ -349,7 +349,8 @@ def _made(result: TurnResult, prompt_count: int) -> Made:
         is_over = OVER_CONTEXT in (result.error or "")
         raise EngineUnsupported(f"the engine refused the request: {result.error}", is_over_context=is_over)
     if result.finish_reason not in DONE:
-        raise EngineError(f"the engine failed: {result.error}")
+        is_of_weights = NO_NUMBERS in (result.error or "")
+        raise EngineError(f"the engine failed: {result.error}", of_weights=is_of_weights)
     told = dense(result.sides, "prompt_logprobs", -prompt_count, 0)
     return Made(
         token_ids=result.completion_ids.tolist(),

@@ -45,7 +45,7 @@ from ...fabric.host.helpers import end_all
 from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import TrajectoryClaim
 from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Token
-from ..engines.admission import OVER_CONTEXT
+from ..engines.admission import NO_NUMBERS, OVER_CONTEXT
 from ..environments.answers import BRIEF
 
 CALL_COUNT_MAX = 64  # at once, of one session; more wait for nothing but memory
@@ -466,7 +466,8 @@ class AgentSession:
             is_over = OVER_CONTEXT in (result.error or "")
             raise EngineUnsupported(f"the engine refused the request: {result.error}", is_over_context=is_over)
         if result.finish_reason == "error":
-            raise EngineError(f"the engine failed: {result.error}")
+            is_of_weights = NO_NUMBERS in (result.error or "")
+            raise EngineError(f"the engine failed: {result.error}", of_weights=is_of_weights)
         return result
 
 

@@ -236,6 +236,14 @@ async def test_errors_say_whether_to_try_again(
     assert "a prompt" not in response.text
 
 
+async def test_where_the_weights_give_no_numbers_nobody_is_told_to_try_again(
+    inference: FakeInference, http: httpx.AsyncClient
+) -> None:
+    inference.script.append(EngineError("its logits are not numbers", of_weights=True))
+    told = (await http.post(COMPLETIONS, json=PLAIN[COMPLETIONS])).json()["error"]["message"]
+    assert "publish others" in told and "try again" not in told
+
+
 async def test_a_body_that_is_no_json_is_told_by_line_and_column(http: httpx.AsyncClient) -> None:
     for body, why in (
         (b'{"prompt":\n [1, 2], }', "line 2, column 8: trailing comma is not allowed"),
