@@ -17,7 +17,7 @@ from ..fabric.contract.errors import FabricError, NothingMoves
 from ..fabric.contract.text import counted
 from ..fabric.host.command import with_commands
 from ..fabric.inspect.diagnosing import read_fabric
-from ..fabric.inspect.diagnosis import Cause
+from ..fabric.inspect.diagnosis import TAKE, Cause
 from ..fabric.ports.queue import LeaseBoard
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,8 @@ def _words(cause: Cause, held_count: int) -> str:
     own = f"{counted(held_count, 'group', 'is', 'are')} held by this very `with` block, and acknowledged at its end"
     if held_count and cause.code == HELD:
         return f"{cause.text}: {own}. If no others are on their way, end it, or push more tasks"
+    if cause.code == HELD and cause.step.startswith(TAKE):
+        return f"{cause.text}; this call takes them as soon as the broker hands them over"
     return f"{with_commands(cause.words)}. {own}" if held_count else with_commands(cause.words)
 
 

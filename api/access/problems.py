@@ -45,6 +45,7 @@ STATUS: tuple[tuple[type[FabricError], int], ...] = (  # the first that fits cou
     (ConfigError, 422),
     (BrokerError, 503),
 )
+JSON = "application/json"
 Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 PROBLEM_COUNT_MAX, AT_LENGTH_MAX = 20, 200  # of one answer
@@ -112,10 +113,14 @@ def _run_of(request: Request) -> str:
     return str(request.path_params.get("run_id", ""))
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
+async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     all_of_them = error.errors()
     found = [_found(each, error.body) for each in all_of_them[:PROBLEM_COUNT_MAX]]
+    kind = request.headers.get("content-type", "")[:AT_LENGTH_MAX]
+    if found[0]["at"] == "body" and isinstance(error.body, bytes | str) and JSON not in kind:
+        sent = f"it was sent as {kind}" if kind else "its type was not said"
+        found = [{"at": "body", "message": f"{sent}: send JSON, with the header content-type: {JSON}"}]
     text = "; ".join(f"{each['at']}: {each['message']}" for each in found)
     more = f"; and {len(all_of_them) - len(found):,} more" if len(all_of_them) > len(found) else ""
     return problem(422, "InputError", f"the request cannot be used: {text}{more}", {"problems": found})

@@ -127,7 +127,7 @@ def _register_consume(app: typer.Typer) -> None:
             _refuse_beside_peek(context)
         if output is not None:
             check_new(output)
-        run_id = run or with_ports(need_url(url), lambda ports: find_run(ports, None)).run_id
+        run_id = with_ports(need_url(url), lambda ports: find_run(ports, run)).run_id
         if peek:
             _peek(need_url(url), run_id, PEEK_COUNT if count is None else count, output, json)
             return

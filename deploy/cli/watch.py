@@ -114,7 +114,13 @@ class _Screen:
 
     @property
     def _page(self) -> int:
-        return max(1, self._console.height - 1)
+        return max(1, self._console.height - max(1, len(self._notes())))
+
+    def _notes(self) -> list[list[Segment]]:
+        """Lines below the picture that say why the last look failed, and what to do."""
+        if not self._trouble:
+            return []
+        return self._console.render_lines(Text(self._trouble, style="red"), pad=False)[: self._console.height // 2]
 
     def _lines(self) -> list[list[Segment]]:
         return self._console.render_lines(self._picture, pad=False)
@@ -124,14 +130,15 @@ class _Screen:
         self._place.move(b"", len(lines), self._page)  # it may have become shorter
         first = self._place.first
         shown = lines[first : first + self._page]
-        if self._trouble:
-            below = Text(self._trouble, style="red")
-        else:
-            rest = f"lines {first + 1} to {first + len(shown)} of {len(lines)}: arrows, PgUp, PgDn, g, G; "
-            below = Text(f"{rest if len(shown) < len(lines) else ''}q ends", style="dim")
-        below.no_wrap, below.overflow, below.end = True, "ellipsis", ""
         blank = [Segment.line()] * (self._page - len(shown))
-        return Group(Segments([each for line in shown for each in (*line, Segment.line())] + blank), below)
+        above = Segments([each for line in shown for each in (*line, Segment.line())] + blank)
+        if notes := self._notes():
+            between = [each for line in notes for each in (Segment.line(), *line)][1:]
+            return Group(above, Segments(between))
+        rest = f"lines {first + 1} to {first + len(shown)} of {len(lines)}: arrows, PgUp, PgDn, g, G; "
+        below = Text(f"{rest if len(shown) < len(lines) else ''}q ends", style="dim")
+        below.no_wrap, below.overflow, below.end = True, "ellipsis", ""
+        return Group(above, below)
 
 
 @contextmanager

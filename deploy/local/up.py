@@ -322,8 +322,10 @@ class _Life:
                 what = f"{info.model} ({info.engine}{device}, {counted(info.slot_count, 'slot')})"
                 lent = f"; lend it: `{command(f'lend on --pool {POOL}')}`" if info.role == "serving" else ""
                 self._say(f"{child.name} holds the model {printable(what)}{lent}")
-        shown = self._url if self._broker is not None else mask_url(self._url)  # what was given is not ours to tell
-        self._say(f"For your trainer:  export ROLLFAB_URL={shown}")
+        if self._broker is not None or mask_url(self._url) == self._url:
+            self._say(f"For your trainer:  export ROLLFAB_URL={self._url}")
+        else:  # what was given is not ours to tell
+            self._say(f"For your trainer:  set ROLLFAB_URL to the URL that you gave here, {mask_url(self._url)}")
         self._say(f"Look:              {command('status --watch')}      Logs: {self._supervisor.log_directory}/")
         self._say(f"Read logs:         {command(f'logs --follow --data {shlex.quote(self._options.data)}')}")
 

@@ -81,6 +81,7 @@ CODES: Mapping[str, tuple[Kind, str]] = {
 """Every cause: its kind, and when it is one."""
 
 SILENT_MS = 5_000  # a worker that has said nothing for so long counts as gone, as for the controller
+TAKE = "Take them:"  # the step where groups wait for whoever asks
 RECENT_MS = 30_000  # silent for less than this, it may be that its machine is busy, or the broker
 LOADING_SILENT_MS = 30_000  # the same while it loads: what it imports may hold its heartbeats up on a busy machine
 AHEAD_MS = 5_000  # a heartbeat that lies further in the future than a jump of one tick of the clock
@@ -395,7 +396,7 @@ def _for_trainer(view: _View) -> Iterator[Cause]:
     consumers = view.details.consumers if view.details is not None else ()
     held = [each for each in consumers if each.held_count]
     in_hand = sum(each.held_count for each in held)
-    step = "Take them: for group in run.groups(): …, or `rollfab consume --run " + view.config.run_id + "`"
+    step = f"{TAKE} for group in run.groups(): …, or `rollfab consume --run " + view.config.run_id + "`"
     heard_s = min((each.heard_s for each in consumers), default=None)
     is_live = any(each.is_live for each in held or consumers)
     is_asked = heard_s is not None and heard_s < GONE_S
@@ -738,7 +739,7 @@ def _nothing_found(view: _View) -> Iterator[Cause]:
             "stalled",
             f"{are} of {view.name} {'is' if view.running == 1 else 'are'} in the environment "
             f"{_plain(view.config.environment)!r}, and for {view.quiet_s:.0f} s nothing has come of it",
-            "Wait: a call that lasts longer than its limit is ended, and its attempt fails. Which call it is: "
+            "Wait: a call that lasts longer than its limit is ended, and its attempt fails. Which they are: "
             f"`rollfab trace --run {view.config.run_id}`",
         )
     elif view.has_stalled:

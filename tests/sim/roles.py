@@ -269,12 +269,17 @@ class _TrainingLoop:
 class _GuestLoop(_TrainingLoop):
     """Of the second run: it publishes once the first one has moved on, and mostly a little later."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._tried: dict[int, tuple[int, int]] = {}
+
     async def _begin(self) -> None:
         if self._world.facts.weights:  # if there are none, the next round looks again
             await self._publish(max(GUEST_VERSION_MIN, await self._run.head_version() + 1))
 
     async def _publish(self, version: int) -> None:
         newest, facts = self._world.facts.newest, self._watched.facts
+        newest = self._tried.setdefault(version, newest)  # a version that may be there already has the same weights
         if newest != facts.newest or not facts.weights:
             self._watched.note_made(self._link.process, version, newest)
             await self._run.publish(tensors(*newest), version=version)

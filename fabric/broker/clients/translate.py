@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
@@ -129,6 +130,7 @@ TEXTS: tuple[tuple[str, str, str], ...] = (
     ("max number of clients", "busy", "has too many clients ({cause}): raise maxclients there"),
     ("No connection available", "busy", "has no free connection for this process: raise max_connections"),
 )
+CONNECTING = re.compile(r"connecting to (\S+?)[.:]? ")  # in redis-py's words for a connection that fails
 TIMEOUT = "did not answer in time ({cause}): is it overloaded, stopped, or behind a firewall?"
 TIMEOUT_TLS = TIMEOUT + " Does it speak TLS on this port? If not, use redis://"
 LOST = "closed or lost the connection ({cause}): is it running, and is the scheme right (rediss:// for TLS)?"
@@ -187,6 +189,8 @@ def _ours(error: exceptions.RedisError, client: redis.asyncio.Redis | None) -> F
     name = "" if client is None else broker_name(client)
     reason, text, cause = _explain(error, is_tls=client is not None and _is_tls(client))
     kind = BrokerFull if reason == "full" else BrokerError
+    if not name and (found := CONNECTING.search(str(error))) is not None and "{cause}" not in text:
+        return kind(f"the broker at {found[1]} {text}", broker=found[1], reason=reason)
     return kind(f"the broker{' ' if name else ''}{name} {text.format(cause=cause)}", broker=name, reason=reason)
 
 
