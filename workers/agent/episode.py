@@ -331,10 +331,13 @@ class Episode:
         self._turn_ms: list[int] = []  # see Rollout
         self._place = played_at(claim)  # in its trace
         self._stated: tuple[TextSampling, Sampling] | None = None  # the world's settings, and what came of them
+        self._open_yet = contextlib.AsyncExitStack()
         self.session: AgentSession | None = None  # of an agent that plays by itself
 
     async def run(self) -> Rollout:
         """Play the trajectory to its end; return the rollout, scored unless the run has a reward function.
+
+        Its world is open yet: `close` it, whatever comes of the rollout.
 
         Raises:
             EnvironmentFailed: user code raised, hung, or gave an impossible answer; traceback in its facts. Its reason
@@ -346,11 +349,18 @@ class Episode:
             world = await self._open(held)
             held.push_async_callback(self._close, world)
             if world.is_agent:
-                return await self._play(world)
-            step = await self._recover(world)
-            while self._goes_on(world, step):
-                step = await self._turn(world)
-        return await self._rollout(step)
+                rollout = await self._play(world)
+            else:
+                step = await self._recover(world)
+                while self._goes_on(world, step):
+                    step = await self._turn(world)
+                rollout = await self._rollout(step)
+            self._open_yet = held.pop_all()
+        return rollout
+
+    async def close(self) -> None:
+        """Close the world of an episode that ended well; once that is settled, no world that hangs holds it up."""
+        await self._open_yet.aclose()
 
     async def _play(self, world: Environment) -> Rollout:
         """Let an agent play by itself, in a session; what it asked for before it was lost answers its first calls."""

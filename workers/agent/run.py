@@ -273,9 +273,10 @@ class RunAgent:
             self._trace(claim, begun_s, error=type(error).__name__)
             await self._fail(claim, error)
         finally:
-            self._settling.discard((name, claim.fence))
             if episode.session is not None:
                 episode.session.say_recorded(is_settled)
+            await episode.close()
+            self._settling.discard((name, claim.fence))
 
     def _trace_wait(self, claim: TrajectoryClaim, waited_s: float) -> None:
         """Add the span of a trajectory's wait for this agent."""

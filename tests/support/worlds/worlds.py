@@ -134,6 +134,8 @@ class Broken(Environment):
     async def close(self) -> None:
         if self._fault == "step and close":
             raise OSError("cannot close either")
+        if self._fault == "close hangs":
+            await asyncio.Event().wait()
 
 
 def count_attempt(path: Path) -> int:

@@ -14,7 +14,7 @@ if r and r.fence == fence and r.state == state then return 1 end
 local is_ours = r and r.fence == fence
   and (r.state == 'scoring' and ARGV[7] == '' or r.state == 'claimed' and r.worker == ARGV[7])
 if not is_ours then
-  tally(shard.counters, 'refused', 1)
+  tally_refused(shard.counters, 1)
   return 0
 end
 local facts, oldest = redis.call('HMGET', shard.run, 'head_version', 'staleness', 'when_stale'), tonumber(ARGV[8])

@@ -47,5 +47,5 @@ if #settled > 0 then
   tally(shard.counters, 'tokens', token_count)
   tally(shard.counters, 'turns_resumed', resumed_count)
 end
-if refused_count > 0 then tally(shard.counters, 'refused', refused_count) end
+if refused_count > 0 then tally_refused(shard.counters, refused_count) end
 return answer

@@ -11,3 +11,8 @@ local function tally(key, field, by)
   redis.call('HSET', key, field, by)
   return by
 end
+
+-- Count what came too late; not of a run that was deleted meanwhile: its counters would stay behind.
+local function tally_refused(counters, by)
+  if redis.call('EXISTS', counters) == 1 then tally(counters, 'refused', by) end
+end

@@ -112,7 +112,9 @@ class Setting:
         self.fabric.board.runs = runs  # type: ignore[method-assign]
 
     async def group(self) -> Group:
-        (delivery,) = await self.fabric.rollouts(self.run).receive("trainer", 1, 1.0)
+        rollouts = self.fabric.rollouts(self.run)
+        (delivery,) = await rollouts.receive("trainer", 1, 1.0)
+        assert await rollouts.acknowledge(delivery)
         return delivery.group
 
 
@@ -224,6 +226,23 @@ async def test_a_cancelled_group_lets_go_of_its_places(fault: str) -> None:
         # When the group is cancelled, then the place goes to another
         assert await setting.fabric.rollouts(setting.run).cancel("first")
         await until(lambda: setting.held() == ["second.0"])
+
+
+async def test_a_world_that_is_never_closed_holds_no_rollout_up_and_its_place_until_its_limit() -> None:
+    setting = Setting()
+    setting.worlds = ["broken=tests.support.worlds.worlds:Broken"]
+    setting.run = dataclasses.replace(setting.run, environment="broken")
+    await setting.begin()
+    await setting.push(1, "first", "close hangs")
+    async with setting.agent(environment_count=1, environment_timeout_s=1.0):
+        await setting.answer(2)
+        # Its rollout is there while its world is being closed, and its place is not
+        assert (await setting.group()).rollouts[0].reward == 1.0
+        await setting.push(1, "second")
+        assert setting.held() == []
+        # And then the place is given to another
+        await setting.answer(2)
+        assert (await setting.group()).group_id == "second"
 
 
 async def test_a_group_past_its_deadline_is_completed_with_what_it_has() -> None:
