@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,11 @@ class Console(rich.console.Console):
         super().__init__(**settings)
         if not self.is_terminal and settings.get("width") is None and "COLUMNS" not in self._environ:
             self.width = PIPE_WIDTH
+
+    def on_broken_pipe(self) -> None:
+        """End well where who reads has enough, as `… | head -1` does; the library ends with 1."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0)
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None

@@ -127,6 +127,11 @@ class Stage:
     def reset(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
         """Start the episode; return the first observation."""
         if self._is_async:
+            try:
+                inspect.signature(self._world.reset).bind(task, seed)
+            except TypeError as error:
+                form = "an async reset is called as reset(task, seed), one that is not as reset(seed=seed)"
+                raise Refused("answer", f"reset cannot be called: {error}; {form}") from error
             answer = self._finish(self._world.reset(task, seed))
             if not hasattr(answer, "text"):
                 raise Refused("answer", f"reset gave {show(answer)}, expected an Observation with text")
@@ -223,7 +228,8 @@ def fit(what: str, row: dict[str, Any], limits: dict[str, int]) -> dict[str, Any
         except UnicodeEncodeError as error:
             raise Refused("answer", f"{what}: its {name} {verb} no Unicode: {describe(error)}") from error
         except Exception as error:  # its keys and values are user code
-            raise Refused("answer", f"{what}: its {name} cannot be sent: {describe(error)}") from error
+            advice = "give numbers, texts, lists and dicts; of numpy's values .item() or .tolist()"
+            raise Refused("answer", f"{what}: its {name} cannot be sent: {describe(error)}; {advice}") from error
         if size > limit:
             text = f"{what}: its {name} {verb} {size:,} bytes {form}, the limit is {limit:,}: {advice}"
             raise Refused("answer", text)

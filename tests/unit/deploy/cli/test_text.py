@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import logging
+import subprocess
 import sys
 from pathlib import Path
 
@@ -143,3 +144,12 @@ def test_no_blanks_end_a_line_of_a_pipe() -> None:
     out = io.StringIO()
     Console(file=out).print(Group(Padding(table, (0, 0, 0, 2)), "  kept   apart  "))
     assert out.getvalue().splitlines() == ["   name  what", "   a     b c", "", "  kept   apart"]
+
+
+def test_who_reads_has_enough_after_a_line_and_the_command_ends_well() -> None:
+    code = "from rollfab.deploy.cli.printing import Console\nfor _ in range(100_000): Console().print('x' * 9)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"x" * 9 + b"\n"
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from rollfab.workers.environments.base import (
 from rollfab.workers.environments.games.frozenlake import FrozenLake
 from rollfab.workers.environments.games.guess_the_number import GuessTheNumber
 from rollfab.workers.environments.registry import Registry
+from rollfab.workers.environments.spawn import ROW_LIMITS
 from rollfab.workers.rewards.functions import environment_sum, success
 from tests.support.records import new_rollout
 
@@ -333,3 +335,36 @@ async def test_a_flag_that_is_neither_is_refused_by_name_inside_and_in_a_process
         process_main.flag("step", "terminated", value)
     with pytest.raises(EnvironmentFailed, match=r"here: step: its truncated is .*, expected True or False$"):
         await check_step(Step("", 0.0, False, value), "here", is_chat=False)
+
+
+class _Odd:
+    """A plain class, as in a process of its own."""
+
+    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    async def step(self, action: str) -> None: ...
+
+
+class _Numpy:
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "", {"score": np.int64(3)}
+
+    def step(self, action: str) -> tuple[None, float, bool, bool, dict[str, Any]]:
+        return None, 1.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("world", "call", "said"),
+    [
+        (_Odd, "reset", "an async reset is called as reset(task, seed), one that is not as reset(seed=seed)"),
+        (_Numpy, "reset", "its info cannot be sent: TypeError: Object of type int64 is not JSON serializable; give"),
+        (_Numpy, "step", "step gave None as its observation, expected a text"),
+    ],
+)
+def test_a_process_says_what_its_world_should_do_instead(world: type, call: str, said: str) -> None:
+    stage = process_main.Stage()
+    stage._factory, stage._limits = world, ROW_LIMITS
+    stage.make({})
+    with pytest.raises(process_main.Refused, match=re.escape(said)):
+        stage.reset({}, 1) if call == "reset" else stage.step("")
