@@ -425,8 +425,8 @@ class AsyncRun:
             count: end after this many groups.
             keep: "varied" (rewards differ), or a function of a group. A group that it refuses is dropped: acknowledged,
                 and neither handed out nor counted.
-            refill: tasks; the next one replaces each dropped group. A list begins anew with each call, an iterator
-                goes on.
+            refill: tasks; the next one replaces each dropped group, once. A list begins anew with each call, an
+                iterator goes on. In a run that is full the dropped group makes room first.
             takeover: seconds without a sign of life of this process after which any other consumer of the run may
                 have the groups in its hands, marked `redelivered`. The process gives these signs by itself, however
                 long a training step takes, as long as its event loop runs.
