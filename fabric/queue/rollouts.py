@@ -81,6 +81,7 @@ class RedisRolloutStream:
         self._kept_bytes_max = run.kept_bytes_max // run.shard_count
         self._in_hand: set[tuple[int, bytes]] = set()  # received here, neither acknowledged nor put back
         self._look_back_at_s: dict[str, float] = {}
+        self._first_shard = 0  # that was read first when groups were taken last, counted on
         self._known_names: set[str] = set()  # that this client has consumed under
 
     async def push(self, groups: Sequence[GroupPush]) -> list[bool]:
@@ -210,9 +211,9 @@ class RedisRolloutStream:
         self._look_back_at_s.clear()
 
     async def _fresh(self, consumer: str, count: int, timeout_s: float) -> list[tuple[int, bytes, str]]:
-        """Take entries that nobody has received, after a wait if there are none."""
+        """Take entries that nobody has received, `count` at most, after a wait if there are none."""
         names = [keys.completed for keys in self._shards.all]
-        if len(self._scripts.apart(names)) == 1:
+        if len(names) == 1:
             return await self._read(consumer, count, ">", None) or await self._read(consumer, count, ">", timeout_s)
         until_s = self._clock.now_s() + timeout_s
         while True:
@@ -220,19 +221,39 @@ class RedisRolloutStream:
             with translate():  # before the look: any group that comes after it ends the wait
                 rows = [[] if is_wrong_type(each) else each for each in await self._scripts.channel.ask_many(ends)]
                 last = [each[0][0] if each else b"0-0" for each in checked(rows)]
-            found = await self._read(consumer, count, ">", None)
+            found = await self._take(consumer, count)
             left_ms = int((until_s - self._clock.now_s()) * 1000)
             if found or left_ms <= 0:
                 return found
             with translate():  # by XREAD: entries that a cancelled XREADGROUP took would be seen by nobody
-                each = zip(names, last, strict=True)
-                await first_found([self._client.xread({name: end}, count=1, block=left_ms) for name, end in each])
+                ends_of = dict(zip(names, last, strict=True))
+                parts = [{name: ends_of[name] for name in part} for part in self._scripts.apart(names)]
+                await first_found([self._client.xread(part, count=1, block=left_ms) for part in parts])
+
+    async def _take(self, consumer: str, count: int) -> list[tuple[int, bytes, str]]:
+        """Take entries of one shard after the other, from another one each time: at once, each would give `count`."""
+        shards, self._first_shard = self._shards.all, self._first_shard + 1
+        found: list[tuple[int, bytes, str]] = []
+        for index in range(len(shards)):
+            if len(found) < count:
+                keys = shards[(self._first_shard + index) % len(shards)]
+                found += await self._read(consumer, count - len(found), ">", None, [keys])
+        return found
 
     async def _read(
-        self, consumer: str, count: int, after: str, timeout_s: float | None
+        self,
+        consumer: str,
+        count: int,
+        after: str,
+        timeout_s: float | None,
+        shards: Sequence[ShardKeys] | None = None,
     ) -> list[tuple[int, bytes, str]]:
-        """Read the completed streams: (shard, entry id, group id); the group id of a deleted entry is empty."""
-        names = [keys.completed for keys in self._shards.all]
+        """Read completed streams, of each `count` at most: (shard, entry id, group id); that of a deleted one is empty.
+
+        shards: None: all.
+        """
+        numbers = {keys.completed: number for number, keys in enumerate(self._shards.all)}
+        names = [keys.completed for keys in shards or self._shards.all]
         block = () if timeout_s is None else ("BLOCK", max(1, int(timeout_s * 1000)))
         command = ("XREADGROUP", "GROUP", CONSUMER_GROUP_TRAINER, self._holder(consumer), "COUNT", count, *block)
         commands = [(*command, "STREAMS", *part, *[after] * len(part)) for part in self._scripts.apart(names)]
@@ -249,7 +270,7 @@ class RedisRolloutStream:
             gone = await unknown_run(self._client, self._run.run_id)
             raise (gone if "deleted_ago_ms" in gone.facts else error) from error
         return [
-            (names.index(name), entry_id, fields[1].decode("utf-8", "replace") if len(fields) > 1 else "")
+            (numbers[name], entry_id, fields[1].decode("utf-8", "replace") if len(fields) > 1 else "")
             for answer in answers
             for name, entry_id, fields in stream_entries(answer)
         ]

@@ -56,6 +56,23 @@ async def claim_turns(world: World, worker_id: str, *, want: int = 1) -> Exchang
     return cast("Exchange", await world.turns.exchange(worker_id, want=want, lease_epoch=1, active_version=99))
 
 
+@pytest.mark.parametrize("count", [1, 4])
+async def test_no_more_groups_come_than_are_asked_for_whatever_shards_they_are_on(world: World, count: int) -> None:
+    """A read of several streams gives so many of each."""
+    names = [f"g{index}" for index in range(12)]
+    for name in names:
+        await push(world, name, size=1)
+    for claim in await world.trajectories.claim("a1", 12):
+        assert await settle(world, claim)
+
+    found: list[str] = []
+    while deliveries := await world.rollouts.receive("t", count, 0.01):
+        assert len(deliveries) <= count
+        assert not any(each.group.redelivered for each in deliveries)
+        found += [each.group.group_id for each in deliveries]
+    assert sorted(found) == sorted(names)
+
+
 async def test_the_first_finishers_win_and_the_rest_are_cancelled(world: World) -> None:
     # Given a group of three that two complete, all running, the third in the middle of a turn
     await push(world, size=3, quorum=2)

@@ -32,6 +32,7 @@ class Options:
     deadline_s: float | None
     attempt_count_max: int
     trajectory_count_max: int
+    shard_count: int
     # the cluster
     agent_count: int
     environment_count: int
@@ -79,6 +80,7 @@ class Options:
             "prefix_affinity": True,
             "attempt_count_max": self.attempt_count_max,
             "trajectory_count_max": self.trajectory_count_max,
+            "shard_count": self.shard_count,
         }
 
     @property
@@ -116,6 +118,7 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
     if job_count is not None:
         group_count = max(1, job_count // group_size)
     total = group_count * group_size
+    shard_count = Random(f"shards {seed}").choice((1, 1, 2, 3))
     sleep_after_s = Random(f"sleep {seed}").choice((None, None, 0.3, 1.0))
     return Options(
         seed=seed,
@@ -132,8 +135,9 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         may_mix_versions=random.random() < 0.8,
         quorum=group_size - 1 if random.random() < 0.25 else None,
         deadline_s=random.choice((2.0, 5.0)) if random.random() < 0.15 else None,
+        shard_count=shard_count,
         attempt_count_max=random.choice((2, 3, 5)),
-        trajectory_count_max=random.choice((group_size, 2 * group_size, total)),
+        trajectory_count_max=shard_count * random.choice((group_size, 2 * group_size, total)),
         agent_count=random.randint(2 if focus else 1, 2),
         environment_count=random.choice((3, 8) if is_long or focus else (1, 3, 8)),
         dedicated_count=random.choice((2, 3) if focus == "workers" else (1,) if revokes else (1, 2, 2)),

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from random import Random
 from typing import Any
 from unittest import mock
@@ -325,8 +326,8 @@ class World:
             await asyncio.sleep(STATUS_S)
             try:
                 self.capacity.check_status(await self.fabric.board.run_status(roles.RUN_ID))
-                for each in self.watched:
-                    self._fabric("integrity").tables_of(each.run_id).check_integrity()
+                for each, shard in product(self.watched, range(self.options.shard_count)):
+                    self._fabric("integrity").tables_of(each.run_id, shard).check_integrity()
                 for worker in self.rollouts.values():
                     worker.check_integrity()
                 self.capacity.check_standing({name: engine.standing_s for name, engine in self.engines.items()})

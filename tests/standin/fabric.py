@@ -26,9 +26,9 @@ class StandInFabric(RedisFabric):
         """What the broker holds that is of no run."""
         return FabricTables(self.broker)
 
-    def tables_of(self, run_id: str) -> RunTables:
-        """What the broker holds of a run."""
-        return RunTables(self.broker, run_id)
+    def tables_of(self, run_id: str, shard: int = 0) -> RunTables:
+        """What the broker holds of a run, in one shard."""
+        return RunTables(self.broker, run_id, shard)
 
     def rollouts(self, run: RunConfig) -> RedisRolloutStream:
         return RedisRolloutStream(self._client, run, clock=self.clock, client_id=self._client_id)

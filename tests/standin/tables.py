@@ -132,11 +132,11 @@ class JobTables(_Tables):
 
 
 class RunTables(_Tables):
-    """A run of one shard."""
+    """A run of one shard, or one of its shards."""
 
-    def __init__(self, broker: Broker, run_id: str) -> None:
+    def __init__(self, broker: Broker, run_id: str, shard: int = 0) -> None:
         super().__init__(broker)
-        self.keys = ShardKeys(run_id, 0)
+        self.keys = ShardKeys(run_id, shard)
         self.trajectories = JobTables(broker, self.keys.trajectory)
         self.turns = JobTables(broker, self.keys.turn, homed=self.keys.turn_homed, homed_at=self.keys.turn_homed_at)
 

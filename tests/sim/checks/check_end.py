@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING, Any
 
-from rollfab.fabric.queue.keys import ShardKeys
 from tests.sim.checks.checkers import require
 from tests.standin.streams import Stream
 
@@ -62,7 +62,7 @@ async def check_end(world: World) -> None:
         if watched.is_deleted and watched.run_id in await world.fabric.board.runs():
             continue  # a last call of its trainer, late on its way, made it anew
         if watched.is_deleted:
-            left = [name for name in _names(world, watched.run_id) if not name.startswith("rf:")]
+            left = [name for name in _names(world) if f"{{{watched.run_id}." in name]
             require(not left, f"of the deleted run {watched.run_id} the broker still holds {left}")
         else:
             await _check_end(world, watched)
@@ -100,14 +100,15 @@ async def _check_end(world: World, watched: Watched) -> None:
 
 
 def _left(world: World, run_id: str) -> list[str]:
-    """Tables of a run that hold something, except those that may stay."""
-    return [name for name in _names(world, run_id) if not name.startswith(("rf:", *STAYS))]
+    """Tables of a run's shards that hold something, except those that may stay."""
+    found = (re.fullmatch(rf"rf:{{{run_id}\.\d+}}:(.*)", name) for name in _names(world))
+    return [each[1] for each in found if each is not None and not each[1].startswith(STAYS)]
 
 
-def _names(world: World, run_id: str) -> list[str]:
-    """Tables that hold something: those of a run without what their names begin with, all others whole."""
-    base, tables = ShardKeys(run_id, 0).base + ":", world.store.keys
-    return [key.decode().removeprefix(base) for key in tables.names() if not _is_empty(tables.held[key])]
+def _names(world: World) -> list[str]:
+    """Tables that hold something."""
+    tables = world.store.keys
+    return [key.decode() for key in tables.names() if not _is_empty(tables.held[key])]
 
 
 def _is_empty(value: Any) -> bool:
