@@ -49,6 +49,7 @@ class Options:
     dies_on_errors: bool
     cancels: bool
     retries: bool  # somebody lets what was given up run again, as long as there are faults
+    has_rank: bool  # a second process consumes beside the trainer, under a name of its own
     drops: bool  # some groups, which other tasks replace
     # the faults
     faults_s: float
@@ -152,6 +153,7 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         dies_on_errors=random.random() < 0.5,
         cancels=random.random() < 0.1,
         retries=Random(f"retries {seed}").random() < 0.3,
+        has_rank=Random(f"rank {seed}").random() < 0.3,
         drops=Random(f"drops {seed}").random() < 0.3,
         faults_s=6.0 if focus else random.choice((2.0, 4.0, 6.0)),
         fault_gap_s=random.choice((0.2, 0.5, 1.0)),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 RUN_ID, GUEST_ID = "sim", "guest"
 GUEST_VERSION_MIN = 3  # versions of the second run have other numbers
+TAKEOVER_S = 8.0  # more than any process is stopped for
 OTHER_TASK = 50  # the first that replaces a dropped group
 POOL = "spare"  # of the serving workers, by which they are lent whenever they start
 RECEIVER = ReceiverOptions(poll_s=1.0, retry_s=0.1, retry_s_max=1.0, audit_every=1)
@@ -159,6 +160,20 @@ async def trainer(world: World, link: Link, stop: asyncio.Event) -> None:
     await _train(_TrainingLoop(world.first, world, link, run), stop)
 
 
+async def rank(world: World, link: Link, stop: asyncio.Event) -> None:
+    """A second process of the same training program: it consumes, and that is all."""
+    fabric = AsyncFabric(link, "memory:")  # type: ignore[arg-type]
+    while not stop.is_set():
+        try:
+            run = await fabric.run(RUN_ID)
+            break
+        except FabricError:
+            await asyncio.sleep(0.2)
+    else:
+        return
+    await _train(_RankLoop(world.first, world, link, run), stop)
+
+
 async def guest(world: World, link: Link, stop: asyncio.Event) -> None:
     """The same for a second run, which publishes what the first one has, by numbers of its own."""
     assert world.guest is not None
@@ -188,6 +203,8 @@ async def _train(loop: _TrainingLoop, stop: asyncio.Event) -> None:
 class _TrainingLoop:
     """One life of the training program. What it has used is in its checkpoint, which is the world's."""
 
+    _consumer = "trainer"
+
     def __init__(self, watched: Watched, world: World, link: Link, run: AsyncRun) -> None:
         self.options = watched.facts.options
         self._watched = watched
@@ -209,28 +226,32 @@ class _TrainingLoop:
         """One optimiser step."""
         await self._begin()
         await self._submit()
-        if self.options.is_transactional:
-            async with self._run.groups(timeout=0.5, count=2, **self._wants) as groups:
-                used = [group.group_id async for group in groups if await self._think()]
-                for group_id in used:
-                    self._watched.groups.use(self._link.process, group_id)
-        else:
-            async for group in self._run.groups(timeout=0.5, count=1, **self._wants):
-                await self._think()
-                self._watched.groups.use(self._link.process, group.group_id)
+        await self._consume()
         self._step_count += 1
         if self._step_count % self.options.publish_every == 0 and not self._watched.is_all_used:
             await self._publish(await self._run.head_version() + 1)
         if self.options.cancels and self._step_count == 2:
             await self._run.cancel(next(iter(self._watched.tasks)))
 
+    async def _consume(self) -> None:
+        if self.options.is_transactional:
+            async with self._run.groups(timeout=0.5, count=2, **self._view) as groups:
+                used = [group.group_id async for group in groups if await self._think()]
+                for group_id in used:
+                    self._watched.groups.use(self._link.process, group_id)
+        else:
+            async for group in self._run.groups(timeout=0.5, count=1, **self._view):
+                await self._think()
+                self._watched.groups.use(self._link.process, group.group_id)
+
     async def _begin(self) -> None:
         if await self._run.head_version() < 0:
             await self._publish(0)
 
     @property
-    def _wants(self) -> dict[str, Any]:
-        return {"keep": self._keep, "refill": self._others} if self.options.drops else {}
+    def _view(self) -> dict[str, Any]:
+        wishes = {"keep": self._keep, "refill": self._others} if self.options.drops else {}
+        return {"consumer": self._consumer, "takeover": TAKEOVER_S, **wishes}
 
     def _keep(self, group: Group) -> bool:
         """About every other group is dropped, and so is every other one that replaces it, at most two times."""
@@ -264,6 +285,15 @@ class _TrainingLoop:
     async def _publish(self, version: int) -> None:
         if version <= self.options.version_max:
             await self._run.publish(tensors(version, life_of(self._link.process)), version=version)
+
+
+class _RankLoop(_TrainingLoop):
+    """Of the second process of the program."""
+
+    _consumer = "rank-1"
+
+    async def turn_over(self) -> None:
+        await self._consume()
 
 
 class _GuestLoop(_TrainingLoop):

@@ -164,6 +164,7 @@ class World:
             ("serving", options.serving_count),
             ("reward", int(options.has_reward)),
             ("trainer", 1),
+            ("rank", int(options.has_rank)),
             ("guest", int(options.has_guest)),
         ):
             for _ in range(count):
@@ -360,7 +361,7 @@ class World:
     async def _leave(self) -> None:
         """Everyone is asked to leave, and does."""
         self._is_closing = True
-        for role in ("trainer", "guest", "agent", "dedicated", "serving", "reward", "controller"):
+        for role in ("trainer", "rank", "guest", "agent", "dedicated", "serving", "reward", "controller"):
             tasks = []
             for name, task in list(self._main.items()):
                 if self.links[name].process.role == role:

@@ -87,7 +87,9 @@ class GroupChecker:
             self.failures.update(dict.fromkeys(each.trajectory_id for each in delivery.group.failures))
             self._facts.note(process.name, "acknowledge", delivery.group.group_id)
         else:
-            require(each.end, f"group {delivery.group.group_id}: not acknowledged, though it is neither used nor gone")
+            is_others = each.holder != process.name
+            name = delivery.group.group_id
+            require(each.end or is_others, f"group {name}: not acknowledged, though it is neither used nor gone")
 
     def rollouts_cancel(self, process: Process, is_cancelled: bool, group_id: str) -> None:
         if is_cancelled:
