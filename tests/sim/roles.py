@@ -250,8 +250,10 @@ class _TrainingLoop:
 
     @property
     def _view(self) -> dict[str, Any]:
-        wishes = {"keep": self._keep, "refill": self._others} if self.options.drops else {}
-        return {"consumer": self._consumer, "takeover": TAKEOVER_S, **wishes}
+        wishes: dict[str, Any] = {"keep": self._keep, "refill": self._others} if self.options.drops else {}
+        if self.options.has_rank:
+            wishes |= {"consumer": self._consumer, "takeover": TAKEOVER_S}
+        return wishes
 
     def _keep(self, group: Group) -> bool:
         """About every other group is dropped, and so is every other one that replaces it, at most two times."""
