@@ -359,6 +359,16 @@ def dropped_groups_make_no_room() -> list[Patch]:
 
 
 @plant
+def each_shard_gives_what_is_asked_for() -> list[Patch]:
+    """A consumer reads the streams of all shards at once, and gets so many groups of each."""
+
+    async def take(self: Any, consumer: str, count: int) -> Any:
+        return await self._read(consumer, count, ">", None)
+
+    return [(RedisRolloutStream, "_take", take)]
+
+
+@plant
 def a_deleted_run_gets_a_clock() -> list[Patch]:
     """Who still reads or writes a run that was deleted makes its clock anew."""
     return [in_lua(("redis.call('SET', clock, text, 'XX')", "redis.call('SET', clock, text)"))]
