@@ -96,6 +96,8 @@ class CapacityChecker:
         is_over = now_s > lent.until_s + EXPIRY_S and not self._is_odd_time(lent)
         require(not is_over, f"worker {worker_id}: given turns {now_s - lent.until_s:.2f} s after its lease ran out")
         count, limit = self._turns.held_count(worker_id), lent.slot_count
+        if self._facts.options.shard_count > 1:
+            return  # each shard counts its own: a call that comes late may take more than its worker has room for now
         require(count <= limit, f"worker {worker_id}: holds {count} turns, was lent {limit} slots")
 
     def stepped(self, process: Process, worker_id: str, requests: Sequence[str]) -> None:
