@@ -56,6 +56,7 @@ KEYS = re.compile(r"^-- keys (.+)$", re.MULTILINE)
 FUNCTION = re.compile(r"^local function (\w+)\((?:[^\n]*\bend|.*?^end)\n", re.MULTILINE | re.DOTALL)
 WORD = re.compile(r"\w+")
 COMMENT = re.compile(r"--.*$", re.MULTILINE)
+REMARK = re.compile(r"^[ \t]*--.*\n", re.MULTILINE)  # a third of what a broker is sent when it does not know a script
 
 Owner = ShardKeys | JobKeys | GroupKeys | WeightKeys | str  # a str is a key that has no owner
 Call = tuple[str, Sequence[Owner], Sequence[Argument]]
@@ -181,7 +182,7 @@ def script_text(name: str, texts: Mapping[str, str]) -> str:
         raise ValueError(f"script {name} does not declare {', '.join(sorted(undeclared))}")
     flags = FLAGS.search(source)
     first = f"#!lua flags={flags.group(1)}\n" if flags else "#!lua\n"
-    return first + texts["typed"] + _locals(head) + parts + source
+    return first + REMARK.sub("", texts["typed"] + _locals(head) + parts + source)
 
 
 def _needed(parts: str, source: str) -> str:
