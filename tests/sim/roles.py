@@ -144,50 +144,38 @@ async def reward(world: World, link: Link, stop: asyncio.Event) -> None:
 
 async def trainer(world: World, link: Link, stop: asyncio.Event) -> None:
     """A training loop over the real client: submit what fits, use what comes, publish now and then."""
-    fabric = AsyncFabric(link, "memory:")  # type: ignore[arg-type]
-    while not stop.is_set():
-        try:
-            run = await fabric.run(
-                RUN_ID,
-                model="tiny",
-                environment=f"sim-{world.options.recovery}",
-                kept_bytes_max=3_000,  # a few groups, so that some are dropped
-                **world.options.settings,
-            )
-            break
-        except FabricError:  # no agent has said yet that it offers the environment
-            await asyncio.sleep(0.2)
-    await _train(_TrainingLoop(world.first, world, link, run), stop)
+    settings = {"model": "tiny", "environment": f"sim-{world.options.recovery}", **world.options.settings}
+    run = await _opened(link, stop.is_set, RUN_ID, **settings, kept_bytes_max=3_000)  # a few groups: some are dropped
+    if run is not None:
+        await _train(_TrainingLoop(world.first, world, link, run), stop)
 
 
 async def rank(world: World, link: Link, stop: asyncio.Event) -> None:
     """A second process of the same training program: it consumes, and that is all."""
-    fabric = AsyncFabric(link, "memory:")  # type: ignore[arg-type]
-    while not stop.is_set():
-        try:
-            run = await fabric.run(RUN_ID)
-            break
-        except FabricError:
-            await asyncio.sleep(0.2)
-    else:
-        return
-    await _train(_RankLoop(world.first, world, link, run), stop)
+    run = await _opened(link, stop.is_set, RUN_ID)
+    if run is not None:
+        await _train(_RankLoop(world.first, world, link, run), stop)
 
 
 async def guest(world: World, link: Link, stop: asyncio.Event) -> None:
     """The same for a second run, which publishes what the first one has, by numbers of its own."""
     assert world.guest is not None
-    fabric, options = AsyncFabric(link, "memory:"), world.guest.facts.options  # type: ignore[arg-type]
-    while not (stop.is_set() or world.guest.is_deleted):
+    guest, options = world.guest, world.guest.facts.options
+    settings = {"model": "tiny", "environment": f"sim-{options.recovery}", **options.settings}
+    run = await _opened(link, lambda: stop.is_set() or guest.is_deleted, GUEST_ID, **settings)
+    if run is not None:
+        await _train(_GuestLoop(guest, world, link, run), stop)
+
+
+async def _opened(link: Link, is_over: Callable[[], bool], run_id: str, **settings: Any) -> AsyncRun | None:
+    """Open a run, again and again until an agent has said that it offers the environment; None: it is over."""
+    fabric = AsyncFabric(link, "memory:")  # type: ignore[arg-type]
+    while not is_over():
         try:
-            environment = f"sim-{options.recovery}"
-            run = await fabric.run(GUEST_ID, model="tiny", environment=environment, **options.settings)
-            break
+            return await fabric.run(run_id, **settings)
         except FabricError:
             await asyncio.sleep(0.2)
-    else:
-        return
-    await _train(_GuestLoop(world.guest, world, link, run), stop)
+    return None
 
 
 async def _train(loop: _TrainingLoop, stop: asyncio.Event) -> None:

@@ -20,15 +20,15 @@ from ...fabric.contract.sampling import FIELDS, GUIDED, is_field, is_whole, show
 from .base import GenerationRequest
 from .stops import Pieces, StopMatcher
 
+NO_NUMBERS = "its logits are not numbers"
 NOT_NUMBERS = (
-    "its logits are not numbers: these weights cannot continue this prompt. Look at the published weights for NaN and"
+    f"{NO_NUMBERS}: these weights cannot continue this prompt. Look at the published weights for NaN and"
     " infinity, or take a wider dtype"
 )
 KEEPS_TOO_MANY = (
     f"kept_tokens: top_p, top_k and min_p left it more than {KEPT_ID_COUNT_MAX:,} ids in all to draw from, the most"
     " that a turn may record: cut more, or let max_tokens be smaller"
 )
-NO_NUMBERS = "its logits are not numbers"  # what the text above begins with
 OVER_CONTEXT = "tokens before its first new one"  # in the error of a prompt that leaves no room for an answer
 
 
