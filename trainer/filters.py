@@ -85,7 +85,8 @@ class Refill:
 
     def note_refused(self, name: str) -> None:
         """Use a replacement's task for another: somebody else has replaced that group."""
-        self._unused.append(self._taken.pop(name))
+        if (task := self._taken.pop(name, None)) is not None:
+            self._unused.append(task)
 
     def name_of(self, dropped: str) -> str:
         """Name the replacement of a group: `<group>-r1`, and the replacement of that `<group>-r2`."""

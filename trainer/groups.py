@@ -203,6 +203,7 @@ class Ledger:
         self._open_ledgers = set[Ledger]() if open_ledgers is None else open_ledgers
         self._open: dict[str, GroupPush] = {}
         self._used: dict[str, None] = {}
+        self.owed: list[GroupPush] = []  # replacements of dropped groups that found no room
         self._unsaid: dict[tuple[int, str], Delivery] = {}  # used, while the broker could not be told
         self._in_hand: dict[tuple[int, str], str] = {}  # entry → the consumer that it was received by
         self._in_use: Delivery | None = None  # the group that a plain `for` loop works on
@@ -491,7 +492,6 @@ class Groups:
         self._left = view.count
         self._held: list[Delivery] | None = None
         self._latest: Delivery | None = None  # what `__anext__` returned last
-        self._owed: list[GroupPush] = []  # replacements that found no room
         self._owed_since_s = 0.0
         self.given_count = 0  # groups that it returned
         self.dropped_count = 0
@@ -570,24 +570,24 @@ class Groups:
         Where the run has no room for both, what replaces it is pushed once there is some.
         """
         try:
-            owed = await self._replace(delivery.group)
+            await self._replace(delivery.group)
             await self._ledger.acknowledge(delivery)
         except BaseException:
             self._ledger.put_back(delivery)
             raise
-        self._owed += owed
         self.dropped_count += 1
 
-    async def _replace(self, group: Group) -> list[GroupPush]:
-        """Push what replaces a group; return what finds no room beside it."""
+    async def _replace(self, group: Group) -> None:
+        """Push what replaces a group; owe what finds no room beside it."""
         if self._refill is None:
-            return []
+            return
         name = self._refill.name_of(group.group_id)
-        if group.redelivered and await self._ledger.knows(name):
-            return []  # whoever dropped it before has pushed that
+        is_owed = any(each.group_id == name for each in self._ledger.owed)
+        if is_owed or (group.redelivered and await self._ledger.knows(name)):
+            return  # whoever dropped it before has pushed that, or will
         task = self._refill.task_for(name)
         if task is None:
-            return []
+            return
         size = len(group.rollouts) + len(group.failures) + len(group.cancelled)
         quorum = len(group.rollouts) if group.ended_by == "quorum" else None
         (push,) = self._ledger.trace(make_groups([task], size, [name], quorum=quorum))
@@ -596,31 +596,33 @@ class Groups:
         except QueueFull as error:
             if not 0 < error.facts.get("need", 0) <= error.facts["limit"]:
                 raise
-            return [push]
-        return []
+            self._ledger.owed.append(push)
 
     async def _push_replacement(self, push: GroupPush) -> None:
-        assert self._refill is not None
         try:
             await self._ledger.push([push])
         except InputError as error:
             if error.facts.get("group_id") != push.group_id:
                 raise
-            self._refill.note_refused(push.group_id)  # a process that had the group, too, has replaced it
+            if self._refill is not None:
+                self._refill.note_refused(push.group_id)  # a process that had the group, too, has replaced it
         else:
-            self._refill.note_pushed(push.group_id)
+            if self._refill is not None:
+                self._refill.note_pushed(push.group_id)
 
     async def _pay(self) -> None:
         """Push replacements that found no room, as far as there is some now."""
         loop = asyncio.get_running_loop()
-        while self._owed:
+        owed = self._ledger.owed
+        while owed:
+            push = owed[0]
             try:
-                await self._push_replacement(self._owed[0])
+                await self._push_replacement(push)
             except QueueFull as error:
                 self._owed_since_s = self._owed_since_s or loop.time()
                 self._waiting.tell_refusal(loop.time() - self._owed_since_s, error, "what replaces a dropped group")
                 return
-            del self._owed[0]
+            owed[:] = [each for each in owed if each is not push]  # another loop may have pushed it, too
             self._owed_since_s = 0.0
 
     async def __aenter__(self) -> Groups:

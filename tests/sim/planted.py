@@ -349,10 +349,11 @@ def acknowledged_before_use() -> list[Patch]:
 def dropped_groups_make_no_room() -> list[Patch]:
     """A replacement that finds no room beside the dropped group is refused."""
 
-    async def owe(self: Any, group: Any) -> Any:
-        if owed := await replace(self, group):
+    async def owe(self: Any, group: Any) -> None:
+        await replace(self, group)
+        if self._ledger.owed:
+            self._ledger.owed.clear()
             raise QueueFull("no room for what replaces a group", limit=1, need=1)
-        return owed
 
     replace = Groups._replace
     return [(Groups, "_replace", owe)]

@@ -213,3 +213,21 @@ async def test_a_list_of_tasks_refills_as_an_iterator_does() -> None:
 
     waiting = await fabric.trajectories(RUN).claim("a1", 10)
     assert [(each.job.trajectory_id, each.job.task_id) for each in waiting] == [("dull-r1.0", "next")]
+
+
+async def test_what_found_no_room_is_not_forgotten_by_an_interrupted_loop() -> None:
+    fabric, ledger = await ended("dull", run=FULL)
+    first, acknowledge = groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "next"}])), ledger.acknowledge
+
+    async def acknowledge_and_stop(delivery: Delivery) -> bool:
+        assert await acknowledge(delivery)
+        raise asyncio.CancelledError
+
+    ledger.acknowledge = acknowledge_and_stop  # type: ignore[method-assign]
+    with pytest.raises(asyncio.CancelledError):
+        await anext(first)
+    ledger.acknowledge = acknowledge  # type: ignore[method-assign]
+    with pytest.raises(StopAsyncIteration):  # in another loop
+        await anext(groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "other"}])))
+    waiting = await fabric.trajectories(FULL).claim("a1", 10)
+    assert [(each.job.group_id, each.job.task_id) for each in waiting] == [("dull-r1", "next")]
