@@ -441,7 +441,8 @@ class AsyncRun:
         check_wait("groups", timeout)
         check_count_max("groups", count)
         view = View(timeout=timeout, consumer=consumer, count=count, keep=find_filter(keep), takeover=takeover)
-        refilled = None if refill is None else Refill(tasks=check_tasks("refill", refill))
+        tasks = None if refill is None else check_tasks("refill", refill)
+        refilled = None if tasks is None else Refill(tasks=tasks, shard_count=self.config.shard_count)
         check_refill(keep, refill)
         return Groups(self._ledger, view, refilled, waiting=self._waiting)
 

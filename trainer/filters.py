@@ -13,6 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from ..fabric.contract.errors import InputError
+from ..fabric.contract.ids import shard_of
 from ..fabric.contract.records import Group
 from ..fabric.contract.text import did_you_mean
 
@@ -60,13 +61,14 @@ def find_filter(keep: Any) -> Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """Replaces a dropped group by the next task, under a name made from the dropped one's.
+    """Replaces a dropped group by the next task, under a name made from the dropped one's. shard_count: the run's.
 
     The name is the same whenever the same group is dropped, so a trainer that dies in between and drops it again
     does not push a second replacement.
     """
 
     tasks: Iterator[Mapping[str, Any]]
+    shard_count: int = 1
     _taken: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     _unused: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -79,20 +81,26 @@ class Refill:
             self._taken[name] = task
         return self._taken[name]
 
-    def note_pushed(self, name: str) -> None:
-        """Forget a replacement that the run has."""
-        self._taken.pop(name, None)
-
-    def note_refused(self, name: str) -> None:
-        """Use a replacement's task for another: somebody else has replaced that group."""
-        if (task := self._taken.pop(name, None)) is not None:
+    def note(self, name: str, *, is_used: bool) -> None:
+        """Forget a replacement that the run has; is_used: with its task, which else replaces the next group."""
+        task = self._taken.pop(name, None)
+        if task is not None and not is_used:
             self._unused.append(task)
 
     def name_of(self, dropped: str) -> str:
-        """Name the replacement of a group: `<group>-r1`, and the replacement of that `<group>-r2`."""
+        """Name the replacement of a group: `<group>-r1`, and the replacement of that `<group>-r2`.
+
+        In a run of several shards numbers are passed over until it is in the dropped one's, whose place it takes.
+        """
         found = REFILL.match(dropped)
         base, count = (found.group(1), int(found.group(2)) + 1) if found else (dropped, 1)
-        suffix = f"-r{count}"
-        if len(base) > NAME_LENGTH_MAX - len(suffix):  # cut off, long names would be alike
-            suffix = f"-{crc32(base.encode()):08x}{suffix}"
-        return base[: NAME_LENGTH_MAX - len(suffix)] + suffix
+        while shard_of(name := _numbered(base, count), self.shard_count) != shard_of(dropped, self.shard_count):
+            count += 1
+        return name
+
+
+def _numbered(base: str, count: int) -> str:
+    suffix = f"-r{count}"
+    if len(base) > NAME_LENGTH_MAX - len(suffix):  # cut off, long names would be alike
+        suffix = f"-{crc32(base.encode()):08x}{suffix}"
+    return base[: NAME_LENGTH_MAX - len(suffix)] + suffix

@@ -203,7 +203,6 @@ class Ledger:
         self._open_ledgers = set[Ledger]() if open_ledgers is None else open_ledgers
         self._open: dict[str, GroupPush] = {}
         self._used: dict[str, None] = {}
-        self.owed: list[GroupPush] = []  # replacements of dropped groups that found no room
         self._unsaid: dict[tuple[int, str], Delivery] = {}  # used, while the broker could not be told
         self._in_hand: dict[tuple[int, str], str] = {}  # entry → the consumer that it was received by
         self._in_use: Delivery | None = None  # the group that a plain `for` loop works on
@@ -227,14 +226,9 @@ class Ledger:
             taken = set(error.facts.get("taken", ()))
             raise
         finally:
-            self._open.update((group.group_id, group) for group in groups if group.group_id in taken)
-            _bound(self._open)
-            self._trace_pushed([group for group in groups if group.group_id in taken], begun_s)
-
-    async def knows(self, group_id: str) -> bool:
-        """Whether the run has a group of this name, or had it. Raises FabricError, like RolloutStream.known."""
-        (is_known,) = await self._rollouts.known([group_id])
-        return is_known
+            taken_in = [group for group in groups if group.group_id in taken]
+            self._note_pushed(taken_in)
+            self._trace_pushed(taken_in, begun_s)
 
     def trace(self, groups: list[GroupPush]) -> list[GroupPush]:
         """Begin a trace of each group that is to be traced: its jobs carry it, also if they are pushed again."""
@@ -294,8 +288,7 @@ class Ledger:
     async def acknowledge(self, delivery: Delivery) -> bool:
         """Acknowledge a used group. If others took it over meanwhile this does not count: warn, and return False."""
         key = (delivery.shard, delivery.entry_id)
-        self._used[delivery.group.group_id] = None
-        _bound(self._used)
+        self._note_used(delivery.group.group_id)
         is_repeated = key in self._unsaid
         self._unsaid[key] = delivery  # until the broker has answered
         lost: ClaimLost | None = None
@@ -306,11 +299,44 @@ class Ledger:
         self._unsaid.pop(key, None)  # another task may have sent it at the same time and removed it
         if not is_counted and not is_repeated:
             await self._tell_lost(key, lost)
+        self._let_go(delivery)
+        return lost is None
+
+    async def swap(self, delivery: Delivery, push: GroupPush) -> bool:
+        """Acknowledge a group that is not wanted and push another in its place, at once; return whether that is in.
+
+        If others took it over meanwhile they replace it: warn, and return False. Raises FabricError, like
+        RolloutStream.swap.
+        """
+        begun_s = asyncio.get_running_loop().time()
+        try:
+            is_in = await self._rollouts.swap(delivery, push)
+        except ClaimLost as error:
+            await self._tell_lost((delivery.shard, delivery.entry_id), error)
+            is_in = False
+        else:
+            self._note_used(delivery.group.group_id)
+        if is_in:
+            self._note_pushed([push])
+            self._trace_pushed([push], begun_s)
+        self._let_go(delivery)
+        return is_in
+
+    def _note_used(self, group_id: str) -> None:
+        self._used[group_id] = None
+        _bound(self._used)
+
+    def _note_pushed(self, groups: Sequence[GroupPush]) -> None:
+        self._open.update((group.group_id, group) for group in groups)
+        _bound(self._open)
+
+    def _let_go(self, delivery: Delivery) -> None:
+        """Forget a group in hand that has ended."""
+        key = (delivery.shard, delivery.entry_id)
         self._in_hand.pop(key, None)
         self._lost.discard(key)
         if self._spans.is_on:
             self._trace_used(key, delivery)
-        return lost is None
 
     async def _tell_lost(self, key: tuple[int, str], error: ClaimLost | None) -> None:
         """Warn that an acknowledgement does not count, unless this process cancelled the group or warned before."""
@@ -492,7 +518,6 @@ class Groups:
         self._left = view.count
         self._held: list[Delivery] | None = None
         self._latest: Delivery | None = None  # what `__anext__` returned last
-        self._owed_since_s = 0.0
         self.given_count = 0  # groups that it returned
         self.dropped_count = 0
         self.ended_why = ""
@@ -538,7 +563,6 @@ class Groups:
         timeout_s = math.inf if self._view.timeout is None else self._view.timeout
         begun_s, held_count = loop.time(), len(self._held or ())
         while True:
-            await self._pay()
             asked_s = loop.time()
             waited_s = asked_s - begun_s
             left_s = min(POLL_S, timeout_s - waited_s, self._waiting.look_in_s(waited_s))
@@ -565,65 +589,27 @@ class Groups:
             raise
 
     async def _drop(self, delivery: Delivery) -> None:
-        """Replace an unwanted group, then acknowledge it; in this order, so that nothing is lost in between.
-
-        Where the run has no room for both, what replaces it is pushed once there is some.
-        """
+        """Acknowledge an unwanted group; the next task takes its place, if there is one."""
         try:
-            await self._replace(delivery.group)
-            await self._ledger.acknowledge(delivery)
+            refill = self._refill
+            push = None if refill is None else self._replacement(delivery.group, refill)
+            if refill is None or push is None:
+                await self._ledger.acknowledge(delivery)
+            else:
+                refill.note(push.group_id, is_used=await self._ledger.swap(delivery, push))
         except BaseException:
             self._ledger.put_back(delivery)
             raise
         self.dropped_count += 1
 
-    async def _replace(self, group: Group) -> None:
-        """Push what replaces a group; owe what finds no room beside it."""
-        if self._refill is None:
-            return
-        name = self._refill.name_of(group.group_id)
-        is_owed = any(each.group_id == name for each in self._ledger.owed)
-        if is_owed or (group.redelivered and await self._ledger.knows(name)):
-            return  # whoever dropped it before has pushed that, or will
-        task = self._refill.task_for(name)
+    def _replacement(self, group: Group, refill: Refill) -> GroupPush | None:
+        name = refill.name_of(group.group_id)
+        task = refill.task_for(name)
         if task is None:
-            return
+            return None
         size = len(group.rollouts) + len(group.failures) + len(group.cancelled)
-        quorum = len(group.rollouts) if group.ended_by == "quorum" else None
-        (push,) = self._ledger.trace(make_groups([task], size, [name], quorum=quorum))
-        try:
-            await self._push_replacement(push)
-        except QueueFull as error:
-            if not 0 < error.facts.get("need", 0) <= error.facts["limit"]:
-                raise
-            self._ledger.owed.append(push)
-
-    async def _push_replacement(self, push: GroupPush) -> None:
-        try:
-            await self._ledger.push([push])
-        except InputError as error:
-            if error.facts.get("group_id") != push.group_id:
-                raise
-            if self._refill is not None:
-                self._refill.note_refused(push.group_id)  # a process that had the group, too, has replaced it
-        else:
-            if self._refill is not None:
-                self._refill.note_pushed(push.group_id)
-
-    async def _pay(self) -> None:
-        """Push replacements that found no room, as far as there is some now."""
-        loop = asyncio.get_running_loop()
-        owed = self._ledger.owed
-        while owed:
-            push = owed[0]
-            try:
-                await self._push_replacement(push)
-            except QueueFull as error:
-                self._owed_since_s = self._owed_since_s or loop.time()
-                self._waiting.tell_refusal(loop.time() - self._owed_since_s, error, "what replaces a dropped group")
-                return
-            owed[:] = [each for each in owed if each is not push]  # another loop may have pushed it, too
-            self._owed_since_s = 0.0
+        (push,) = self._ledger.trace(make_groups([task], size, [name]))
+        return push
 
     async def __aenter__(self) -> Groups:
         self._home.check()

@@ -56,11 +56,11 @@ class Waiting:
         if causes:
             self._say(causes[0], f"groups() has waited for {waited_s:.0f} s: {_words(causes[0], held_count)}")
 
-    def tell_refusal(self, waited_s: float, error: FabricError, what: str = "submit") -> None:
+    def tell_refusal(self, waited_s: float, error: FabricError) -> None:
         """Say why a push is refused again and again, and goes on trying: the refusal itself has the cause."""
         if waited_s >= SAY_AFTER_S:
             cause = Cause(code=type(error).__name__, kind="passing", text=error.message)
-            self._say(cause, f"{what} has waited for {waited_s:.0f} s: {error.message}")
+            self._say(cause, f"submit has waited for {waited_s:.0f} s: {error.message}")
 
     async def why(self, waited_s: float, timeout_s: float, held_count: int = 0) -> str:
         """Say why an iteration ends without another group. held_count: groups that its own `with` block holds.

@@ -468,6 +468,22 @@ class RolloutStream(Protocol):
         """
         ...
 
+    async def swap(self, delivery: Delivery, group: GroupPush) -> bool:
+        """Acknowledge a group that is not wanted, and push one that runs in its place: both or neither.
+
+        group: of the same shard, and as many trajectories. What the dropped one had of quorum, priority and deadline
+        (which begins again) it has, too, and whatever the run is full of, it takes the dropped one's place.
+
+        Returns:
+            Whether it runs in its place; False: the group was acknowledged or cancelled before, or another task was
+            pushed under this name. What of the two is still to be done is done.
+
+        Raises:
+            ClaimLost: as `acknowledge`.
+            QueueFull: the run's dead letters are full, or the group would never fit. Nothing was written.
+        """
+        ...
+
     async def keep_differences(self, found: Sequence[TokenDifferences]) -> int:
         """Keep beside their groups, until these are forgotten, how far log-probabilities differ; return of how many.
 

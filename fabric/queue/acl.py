@@ -91,9 +91,9 @@ AGENT = Rights(
 
 TRAINER = Rights(
     purpose="creates runs, pushes groups, takes completed ones, publishes weights",
-    scripts="push_group beat_consumer acknowledge keep_differences drop_kept cancel_group rerun_stale retry_dead "
-    "open_publisher put_manifest advance_head set_head drop_version mend late_groups close_group add_event clock "
-    "holders offer answer",
+    scripts="push_group swap_group beat_consumer acknowledge keep_differences drop_kept cancel_group rerun_stale "
+    "retry_dead open_publisher put_manifest advance_head set_head drop_version mend late_groups close_group add_event "
+    "clock holders offer answer",
     commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
     "mget get getrange xrevrange xread wait waitaof",
     reads=f"{STATUS_KEYS} {{run}}:lengths {{weights}}:*",

@@ -50,7 +50,7 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    complete, bytes, task (JSON), deadline if it has one,
                                    redelivered if it was taken back from somebody who may have used it.
                                    pushed: when it was taken in. differences:<trajectory_id>: TokenDifferences, of
-                                   some, as a trainer compared last. order: as in open. Deleted by acknowledge or
+                                   some, as a trainer compared last. order: as in open. Deleted by acknowledge, swap or
                                    cancel.
   rf:{run.s}:open           HASH   group_id → "priority missing quorum order" of groups not complete. Field
                                    deleted then. order: 1 its task is a long one, 2 nearness to completion counts
@@ -59,7 +59,7 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    there again when it is taken back to be run again.
   rf:{run.s}:rollouts:<id>  HASH   trajectory_id → Rollout. As above.
   rf:{run.s}:completed      STREAM group: complete groups, consumer group "trainer", consumers "name/client". Entry
-                                   deleted by acknowledge.
+                                   deleted by acknowledge or swap.
   rf:{run.s}:consumers      ZSET   "name/client" → until when what it received is its own. Member deleted, with the
                                    stream's consumer, by whoever takes its groups over.
   rf:{run.s}:dead           HASH   trajectory_id → DeadLetter. Deleted by retry or discard.

@@ -53,7 +53,11 @@ PENDING_COUNT = 64  # of these looked at together
 DROP_COUNT = 500  # entries looked at behind one of no group
 TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
 NO_RUN = -2  # queue/lua/rollouts/push_group.lua: the run is not there
-KEPT_TOO_MUCH = 2  # queue/lua/rollouts/acknowledge.lua
+NOT_HELD = -1  # queue/lua/rollouts/acknowledge.lua, and swap_group.lua
+KEPT_TOO_MUCH = 2  # queue/lua/rollouts/use/leave.lua
+SWAPPED = b"="  # queue/lua/rollouts/swap_group.lua
+# What push_group.lua refuses for, and swap_group.lua: its code, and the error, made of the run and the other answers.
+REFUSALS: dict[int, Callable[..., FabricError]] = {-1: too_many_open, -3: too_many_dead, -4: too_many_bytes}
 RETRY_COUNT = 256  # groups of which dead trajectories are retried by one round trip
 LATE_COUNT = 64  # groups closed at their deadline by one call
 
@@ -128,11 +132,14 @@ class RedisRolloutStream:
         facts = dump_json(_facts(group))
         size = len(group.jobs)
         deadline_ms = 0 if group.deadline_s is None else max(1, int(group.deadline_s * 1000))
-        args: list[Any] = [group.group_id, size, group.quorum or size, group.priority, deadline_ms, facts]
-        args += [DEAD_COUNT_MAX, task_name(self._run, group.task_id), int(self._run.nearest_first)]
+        args = [group.group_id, size, group.quorum or size, group.priority, deadline_ms, facts, *self._job_args(group)]
+        return "push_group", [keys, keys.of_group(group.group_id)], args
+
+    def _job_args(self, group: GroupPush) -> list[Any]:
+        args: list[Any] = [DEAD_COUNT_MAX, task_name(self._run, group.task_id), int(self._run.nearest_first)]
         for job in group.jobs:
             args += [job.trajectory_id, job.encode()]
-        return "push_group", [keys, keys.of_group(group.group_id)], args
+        return args
 
     def _verdict(self, group: GroupPush, answer: Any, gone: FabricError | None) -> bool | FabricError:
         """Say whether the group was new, or why it was refused; `gone`: the error if there is no such run."""
@@ -143,8 +150,7 @@ class RedisRolloutStream:
         if answer[0] == NO_RUN:
             assert gone is not None
             return gone
-        refusals: dict[int, Callable[..., FabricError]] = {-1: too_many_open, -3: too_many_dead, -4: too_many_bytes}
-        refusal = refusals.get(answer[0])
+        refusal = REFUSALS.get(answer[0])
         if refusal is not None:
             return refusal(self._run.run_id, *answer[1:])
         is_other = not answer[0] and answer[1] and _is_other(group, answer[1])
@@ -403,29 +409,41 @@ class RedisRolloutStream:
 
     async def acknowledge(self, delivery: Delivery) -> bool:
         keys = self._shards.all[delivery.shard]
-        group_id = delivery.group.group_id
         with translate():
             code = await self._scripts.call(
-                "acknowledge",
-                [keys, keys.of_group(group_id)],
-                [
-                    delivery.entry_id,
-                    delivery.holder,
-                    group_id,
-                    CONSUMED_COUNT_MAX,
-                    self._kept_bytes_max,
-                    KEPT_COUNT_MAX,
-                ],
+                "acknowledge", [keys, keys.of_group(delivery.group.group_id)], self._end_args(delivery)
             )
+        await self._end(delivery, code)
+        return bool(code)
+
+    async def swap(self, delivery: Delivery, group: GroupPush) -> bool:
+        keys = self._shards.all[delivery.shard]
+        assert keys == self._shards.of(group.group_id), "one script sees one shard"
+        owners: list[Owner] = [keys, keys.of_group(delivery.group.group_id), keys.group(group.group_id)]
+        args = [*self._end_args(delivery), group.group_id, dump_json(_facts(group)), *self._job_args(group)]
+        (answer,) = await self._push([("swap_group", owners, args)])
+        if isinstance(answer, Exception):
+            raise _translated(answer)
+        if answer[0] < NOT_HELD:
+            raise REFUSALS[answer[0]](self._run.run_id, *answer[1:])
+        code, there = answer
+        await self._end(delivery, code)
+        return there == SWAPPED or bool(there and not _is_other(group, there))
+
+    def _end_args(self, delivery: Delivery) -> list[Any]:
+        args: list[Any] = [delivery.entry_id, delivery.holder, delivery.group.group_id]
+        return [*args, CONSUMED_COUNT_MAX, self._kept_bytes_max, KEPT_COUNT_MAX]
+
+    async def _end(self, delivery: Delivery, code: int) -> None:
+        """Let go of a group that the broker was told to end; `code`: its answer."""
         self._in_hand.discard((delivery.shard, delivery.entry_id.encode()))
         if code < 0:
-            raise not_held(self._run.run_id, group_id)
+            raise not_held(self._run.run_id, delivery.group.group_id)
         if code == KEPT_TOO_MUCH:
             try:
-                await self._drop_kept(keys)
+                await self._drop_kept(self._shards.all[delivery.shard])
             except FabricError as error:  # the next one to acknowledge tries again; this group is acknowledged
                 log.warning("rollouts.kept_too_much", extra={"run_id": self._run.run_id, "error": str(error)})
-        return bool(code)
 
     async def _drop_kept(self, keys: ShardKeys) -> None:
         """Drop some of the groups that are kept for people to look at."""

@@ -11,7 +11,7 @@ import pytest
 from rollfab.fabric.contract.errors import ClaimLost, InputError, QueueFull
 from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import DeadLetter, Failure, Span, TokenLog
-from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnProgress
+from rollfab.fabric.ports.queue import Delivery, Exchange, GroupPush, TrajectoryClaim, TurnProgress
 from rollfab.fabric.queue.keys import RunShards
 from rollfab.fabric.rules.queue.retries import ever
 from tests.contracts.conftest import World
@@ -354,6 +354,109 @@ async def test_a_group_in_hand_is_not_run_again_there(world: World) -> None:
     assert not await world.rollouts.receive("t", 1, 0.01)
     assert not await world.trajectories.claim("a2", 1)
     assert await world.rollouts.acknowledge(delivery)
+
+
+async def dropped(world: World, **wishes: Any) -> Delivery:
+    """A group of three, pushed with wishes, that is complete and in the hands of "t"."""
+    await push(world, "g1", **wishes)
+    for claim in (await world.trajectories.claim("a1", 3))[: wishes.get("quorum", 3)]:
+        assert await settle(world, claim)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    return delivery
+
+
+def next_one(world: World, size: int = 3, **wishes: Any) -> GroupPush:
+    """What takes the place of group g1: of its shard."""
+    shard_count = world.run.shard_count
+    names = (f"next{index}" for index in range(100))
+    name = next(each for each in names if shard_of(each, shard_count) == shard_of("g1", shard_count))
+    return dataclasses.replace(group_of_size(name, size), **wishes)
+
+
+async def test_a_group_is_swapped_for_another_that_has_its_place_and_its_wishes(world: World) -> None:
+    # Given a run that is full, with a complete group of two out of three, urgent, with a deadline
+    run = dataclasses.replace(world.run, trajectory_count_max=3 * world.run.shard_count)
+    await world.board.create_run(run)
+    delivery = await dropped(world, quorum=2, priority=0, deadline_s=30.0)
+
+    # When it is swapped, as by a caller that says nothing of those
+    push_next = next_one(world)
+    assert await world.rollouts.swap(delivery, push_next)
+
+    # Then it is gone, and the other one runs, with a deadline of as long
+    status = await world.board.run_status("r1")
+    assert (status.depth, status.counters["groups_consumed"], status.counters["groups_submitted"]) == (3, 1, 2)
+    assert not await world.rollouts.receive("t", 1, 0.01)
+    claims = await world.trajectories.claim("a1", 9)
+    assert {claim.job.group_id for claim in claims} == {push_next.group_id}
+    assert await pass_time(world, 25) == 0
+    await world.trajectories.renew("a1", claims)
+    for claim in claims[:2]:
+        assert await settle(world, claim)
+    (found,) = await world.rollouts.receive("t", 1, 1.0)
+    assert (found.group.group_id, found.group.ended_by, len(found.group.rollouts)) == (push_next.group_id, "quorum", 2)
+
+
+async def test_a_swapped_groups_deadline_begins_again(world: World) -> None:
+    delivery = await dropped(world, deadline_s=5.0)
+    await pass_time(world, 6)
+    assert await world.rollouts.swap(delivery, next_one(world))
+    assert [await pass_time(world, 4), await pass_time(world, 2)] == [0, 1]
+
+
+async def test_a_swap_whose_answer_was_lost_is_repeated_without_effect(world: World) -> None:
+    delivery = await dropped(world)
+    assert await world.rollouts.swap(delivery, next_one(world))
+    assert await world.rollouts.swap(delivery, next_one(world))
+    assert not await world.rollouts.swap(delivery, next_one(world, task_id="other"))
+    assert (await world.board.run_status("r1")).counters["groups_submitted"] == 2
+    assert len(await world.trajectories.claim("a1", 9)) == 3
+
+
+async def test_a_group_that_another_task_replaces_already_is_acknowledged(world: World) -> None:
+    delivery = await dropped(world)
+    await world.rollouts.push([next_one(world, task_id="other")])
+    assert not await world.rollouts.swap(delivery, next_one(world))
+    status = await world.board.run_status("r1")
+    assert (status.depth, status.counters["groups_consumed"]) == (3, 1)
+
+
+@pytest.mark.parametrize("end", ["acknowledge", "cancel", "take over"])
+async def test_a_group_that_ended_otherwise_is_not_replaced(world: World, end: str) -> None:
+    delivery = await dropped(world)
+    if end == "acknowledge":
+        assert await world.rollouts.acknowledge(delivery)
+    elif end == "cancel":
+        assert await world.rollouts.cancel("g1")
+    else:
+        await world.rollouts.beat("t", 2.0)
+        await pass_time(world, 3)
+        assert (await world.again.beat("other", 60.0)).taken_count == 1
+    if end == "take over":
+        with pytest.raises(ClaimLost, match="another consumer"):
+            await world.rollouts.swap(delivery, next_one(world))
+    else:
+        assert not await world.rollouts.swap(delivery, next_one(world))
+    assert (await world.board.run_status("r1")).counters["groups_submitted"] == 1
+    assert not await world.trajectories.claim("a1", 9)
+
+
+@pytest.mark.parametrize("cause", ["dead letters", "too large"])
+async def test_a_swap_that_is_refused_leaves_the_group(
+    world: World, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery = await dropped(world)
+    if cause == "dead letters":
+        monkeypatch.setattr("rollfab.fabric.queue.rollouts.DEAD_COUNT_MAX", 0)
+    else:
+        run = dataclasses.replace(world.run, memory_bytes_max=world.run.shard_count)
+        await world.board.create_run(run)
+    with pytest.raises(QueueFull, match="dead letters" if cause == "dead letters" else "memory_bytes_max"):
+        await world.rollouts.swap(delivery, next_one(world))
+    assert (await world.board.run_status("r1")).counters["groups_submitted"] == 1
+    world.rollouts.put_back(delivery)
+    (again,) = await world.rollouts.receive("t", 1, 0.01)
+    assert again.group.group_id == "g1"
 
 
 async def test_groups_of_a_silent_consumer_are_taken_over_and_it_is_told(world: World) -> None:

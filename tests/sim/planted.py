@@ -22,7 +22,7 @@ from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.fabric.rules.queue.token_parts import followed
-from rollfab.trainer.groups import Groups, Ledger
+from rollfab.trainer.groups import Ledger
 from rollfab.workers.agent.keeper import Keeper
 from rollfab.workers.rollout import turns as rollout_turns
 from rollfab.workers.rollout import turns as workers_turn
@@ -347,16 +347,26 @@ def acknowledged_before_use() -> list[Patch]:
 
 @plant
 def dropped_groups_make_no_room() -> list[Patch]:
-    """A replacement that finds no room beside the dropped group is refused."""
+    """What replaces a group is pushed beside it first."""
 
-    async def owe(self: Any, group: Any) -> None:
-        await replace(self, group)
-        if self._ledger.owed:
-            self._ledger.owed.clear()
-            raise QueueFull("no room for what replaces a group", limit=1, need=1)
+    async def swap(self: Any, delivery: Any, push: Any) -> bool:
+        (is_new,) = await self._rollouts.push([push])
+        return bool(is_new and await self.acknowledge(delivery))
 
-    replace = Groups._replace
-    return [(Groups, "_replace", owe)]
+    return [(Ledger, "swap", swap)]
+
+
+@plant
+def dropped_groups_give_their_place_up() -> list[Patch]:
+    """A dropped group is acknowledged first: a death before the push of what replaces it loses a task."""
+
+    async def swap(self: Any, delivery: Any, push: Any) -> bool:
+        await self.acknowledge(delivery)
+        with contextlib.suppress(QueueFull):
+            return bool(await self._rollouts.push([push]))
+        return False
+
+    return [(Ledger, "swap", swap)]
 
 
 @plant

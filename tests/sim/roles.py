@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from functools import cache
 from itertools import count
@@ -245,9 +246,12 @@ class _TrainingLoop:
 
     def _keep(self, group: Group) -> bool:
         """About every other group is dropped, and so is every other one that replaces it, at most two times."""
-        is_wanted = group.group_id.endswith("-r2") or Random(f"{group.group_id} {self.options.seed}").random() < 0.5
+        is_wanted = (
+            re.search(r"-r([2-9]|\d\d+)$", group.group_id) is not None
+            or Random(f"{group.group_id} {self.options.seed}").random() < 0.5
+        )
         if not is_wanted:
-            self._watched.groups.use(self._link.process, group.group_id)
+            self._watched.groups.drop(self._link.process, group.group_id)
         return is_wanted
 
     async def _think(self) -> bool:

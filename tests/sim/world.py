@@ -46,7 +46,6 @@ from tests.standin.fabric import StandInFabric
 LEAVE_S = 5.0  # within which a process that is asked to must leave
 STATUS_S = 0.25
 RETRY_S = 0.3
-OWED_S = 0.25
 SERVED_S = 3.0  # beyond the faults, in which serving has requests
 SCORE_MS = 3_000  # a reward that was lost is asked for again
 
@@ -340,12 +339,10 @@ class World:
     async def _live(self) -> None:
         limit_s = self.options.live_s
         until_s = self._loop.time() + limit_s
-        used_s = 0.0
-        while used_s < OWED_S:  # what replaces a dropped group may come after it
+        while not all(each.is_all_used for each in self.watched):
             if self._loop.time() > until_s:
                 raise Violation(f"not everything ended within {limit_s:g} s without faults: {await self._stuck()}")
             await asyncio.sleep(0.1)
-            used_s = used_s + 0.1 if all(each.is_all_used for each in self.watched) else 0.0
         self.facts.note("world", "all used")
 
     async def _stuck(self) -> str:

@@ -335,7 +335,10 @@ async def play_trajectories(who: dict[str, Part]) -> None:
         await asyncio.sleep(0.05)
         assert await role.rollouts.reap() == 1
         (delivery,) = await trainer.rollouts.receive("trainer", 1, 1.0)
-        await trainer.rollouts.acknowledge(delivery)
+        if role is agent:
+            await trainer.rollouts.acknowledge(delivery)
+    assert await trainer.rollouts.swap(delivery, group("next", 2))
+    await trainer.rollouts.cancel("next")
     durable = RedisRolloutStream(trainer.client, RUN, durability="disk")
     await durable.push([group("d")])
     await trainer.rollouts.cancel("d")

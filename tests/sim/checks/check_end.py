@@ -73,6 +73,7 @@ async def _check_end(world: World, watched: Watched) -> None:
     run = (await world.fabric.board.runs())[run_id]
     left = _left(world, run_id)
     require(not left, f"the broker still holds {left}")
+    watched.groups.check_replaced()
     letters = await world.fabric.rollouts(run).dead_letters(1000)
     unknown = set(watched.groups.failures) - {letter.trajectory_id for letter in letters}
     require(not unknown, f"{unknown} failed, and there are no dead letters of them")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rollfab.fabric.contract.records import Group, Rollout, Sampling, TrajectoryJob
 from rollfab.fabric.ports.queue import Delivery, GroupPush
+from rollfab.trainer.filters import Refill
 from tests.sim import environment
 from tests.sim.checks.check_trajectories import TrajectoryChecker
 from tests.sim.checks.checkers import Facts, require
@@ -20,10 +21,11 @@ from tests.sim.virtual_loop import Process
 class Pushed:
     """A group as the checkers know it."""
 
-    jobs: tuple[TrajectoryJob, ...]
+    push: GroupPush
     delivered_count: int = 0
     holder: str = ""  # the process that received it last
     used_by: str | None = None
+    is_dropped: bool = False  # so something replaces it
     end: str = ""  # consumed or cancelled
 
 
@@ -44,12 +46,26 @@ class GroupChecker:
             is_free = known is None or known.end == "cancelled"  # what was cancelled may be pushed anew
             require(not is_new or is_free, f"group {group.group_id}: taken twice")
             if is_new:
-                self.pushed_count += 1
-                self.groups[group.group_id] = Pushed(group.jobs)
-                self._facts.note(process.name, "push", group.group_id, f"{len(group.jobs)} trajectories")
-                depth = sum(len(each.jobs) for each in self.groups.values() if not each.end)
-                limit = self._facts.options.trajectory_count_max
-                require(depth <= limit, f"group {group.group_id}: taken though the run holds {depth} of {limit} then")
+                self._add(process, group)
+
+    def _add(self, process: Process, group: GroupPush) -> None:
+        self.pushed_count += 1
+        self.groups[group.group_id] = Pushed(group)
+        self._facts.note(process.name, "push", group.group_id, f"{len(group.jobs)} trajectories")
+        depth = sum(len(each.push.jobs) for each in self.groups.values() if not each.end)
+        limit = self._facts.options.trajectory_count_max
+        require(depth <= limit, f"group {group.group_id}: taken though the run holds {depth} of {limit} then")
+
+    def rollouts_swap(self, process: Process, is_in: bool, delivery: Delivery, group: GroupPush) -> None:
+        """Both happen, or one that had happened before has its other half."""
+        known, each = self.groups.get(group.group_id), self.groups[delivery.group.group_id]
+        if not each.end:
+            self.rollouts_acknowledge(process, True, delivery)
+        if is_in and known is None:
+            wishes = {name: getattr(each.push, name) for name in ("quorum", "priority", "deadline_s")}
+            self._add(process, replace(group, **wishes))
+            self._trajectories.rollouts_push(process, [True], [self.groups[group.group_id].push])
+        require(is_in or known is not None, f"group {delivery.group.group_id}: dropped, and nothing replaces it")
 
     def rollouts_receive(
         self, process: Process, deliveries: list[Delivery], consumer: str, count: int, timeout_s: float
@@ -72,6 +88,20 @@ class GroupChecker:
         """A trainer is done with a group."""
         self.groups[group_id].used_by = process.name
         self._facts.note(process.name, "use", group_id)
+
+    def drop(self, process: Process, group_id: str) -> None:
+        """A trainer does not want a group, and has a task in its place."""
+        self.use(process, group_id)
+        self.groups[group_id].is_dropped = True
+
+    def check_replaced(self) -> None:
+        """Nothing is lost of what was dropped."""
+        names = Refill(tasks=iter(()), shard_count=self._facts.options.shard_count)
+        for group_id, each in self.groups.items():
+            is_replaced = names.name_of(group_id) in self.groups
+            require(
+                is_replaced or not each.is_dropped or each.end == "cancelled", f"group {group_id}: nothing replaces it"
+            )
 
     def rollouts_acknowledge(self, process: Process, is_taken: bool, delivery: Delivery) -> None:
         each = self.groups[delivery.group.group_id]
@@ -112,10 +142,10 @@ class GroupChecker:
 
     def _check_group(self, group: Group, each: Pushed) -> None:
         names = [rollout.trajectory_id for rollout in group.rollouts]
-        expected = sorted(job.trajectory_id for job in each.jobs)
+        expected = sorted(job.trajectory_id for job in each.push.jobs)
         found = sorted([*names, *(each.trajectory_id for each in group.failures), *group.cancelled])
         require(found == expected, f"group {group.group_id}: holds {found}, pushed were {expected}")
-        jobs = {job.trajectory_id: job for job in each.jobs}
+        jobs = {job.trajectory_id: job for job in each.push.jobs}
         for rollout in group.rollouts:
             self._check_rollout(rollout, jobs[rollout.trajectory_id])
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rollfab.fabric.contract.errors import InputError
+from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import Group, RunConfig
-from rollfab.fabric.ports.queue import Delivery
+from rollfab.fabric.ports.queue import Delivery, GroupPush
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
@@ -51,6 +52,12 @@ def test_a_replacement_has_the_same_name_whenever_the_same_group_is_dropped() ->
     assert refill.name_of(long[0])[:-1] == long[0][:-1]
 
 
+@pytest.mark.parametrize("name", ["g1", "g1-r1", "a" * 63])
+def test_a_replacement_is_in_the_shard_of_the_dropped_group(name: str) -> None:
+    replacement = Refill(tasks=iter(()), shard_count=8).name_of(name)
+    assert (shard_of(replacement, 8), len(replacement) < 64) == (shard_of(name, 8), True)
+
+
 async def ended(*names: str, size: int = 1, run: RunConfig = RUN, **rewards: float) -> tuple[StandInFabric, Ledger]:
     """Groups whose trajectories have ended: all of a group with its reward, else 0, and the first with twice that."""
     fabric = StandInFabric()
@@ -86,16 +93,21 @@ async def test_a_dropped_group_is_acknowledged_and_replaced_by_the_next_task() -
     assert waiting[0].job.task_id == "next"
 
 
-async def test_a_group_that_is_dropped_again_is_replaced_once_and_takes_no_second_task() -> None:
-    """As where a trainer died, or lost the broker, between the two calls of a drop."""
-    # Given a group that was replaced, and whose acknowledgement did not reach the broker
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_group_is_replaced_once_by_one_task_also_where_dropping_it_is_interrupted(when: str) -> None:
+    # Given a loop that is interrupted before the broker has swapped a group, or after it
     fabric, ledger = await ended("dull", "dull-too")
     tasks = iter([{"task_id": "first"}, {"task_id": "second"}])
-    groups, acknowledge = groups_of(fabric, ledger, has_varied_rewards, tasks), ledger.acknowledge
-    ledger.acknowledge = interrupted  # type: ignore[method-assign]
+    groups, swap = groups_of(fabric, ledger, has_varied_rewards, tasks), ledger.swap
+
+    async def swap_and_stop(delivery: Delivery, push: GroupPush) -> bool:
+        assert when == "before" or await swap(delivery, push)
+        raise asyncio.CancelledError
+
+    ledger.swap = swap_and_stop  # type: ignore[method-assign]
     with pytest.raises(asyncio.CancelledError):
         await anext(groups)
-    ledger.acknowledge = acknowledge  # type: ignore[method-assign]
+    ledger.swap = swap  # type: ignore[method-assign]
 
     # When the loop goes on
     with pytest.raises(StopAsyncIteration):
@@ -118,19 +130,6 @@ async def test_a_group_that_another_process_has_replaced_costs_no_task() -> None
     assert found == {"dull-r1": "of another", "dull-too-r1": "first"}
 
 
-async def test_a_push_of_what_replaces_a_group_is_repeated_with_the_same_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    fabric, ledger = await ended("dull")
-    groups = groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "first"}, {"task_id": "second"}]))
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger, "push", interrupted)
-        with pytest.raises(asyncio.CancelledError):
-            await anext(groups)
-    with pytest.raises(StopAsyncIteration):
-        await anext(groups)
-    waiting = await fabric.trajectories(RUN).claim("a1", 10)
-    assert [claim.job.task_id for claim in waiting] == ["first"]
-
-
 async def test_a_group_makes_room_for_what_replaces_it_where_the_run_is_full() -> None:
     fabric, ledger = await ended("dull", run=FULL)
     with pytest.raises(StopAsyncIteration):
@@ -138,34 +137,6 @@ async def test_a_group_makes_room_for_what_replaces_it_where_the_run_is_full() -
     waiting = await fabric.trajectories(FULL).claim("a1", 10)
     assert [(claim.job.group_id, claim.job.task_id) for claim in waiting] == [("dull-r1", "next")]
     assert "dull" in fabric.tables_of("r1").consumed
-
-
-async def test_what_finds_no_room_is_pushed_as_soon_as_there_is_some() -> None:
-    # Given a run that somebody else fills as soon as there is room
-    fabric, ledger = await ended("dull", run=FULL)
-    groups, acknowledge = groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "next"}])), ledger.acknowledge
-
-    async def acknowledge_late(delivery: Delivery) -> None:
-        await acknowledge(delivery)
-        await Ledger(fabric.rollouts(FULL)).push(make_groups([{}], 1, ["other"]))
-
-    ledger.acknowledge = acknowledge_late  # type: ignore[method-assign]
-    with pytest.raises(StopAsyncIteration):
-        await anext(groups)
-
-    # When that is through
-    (claim,) = await fabric.trajectories(FULL).claim("a1", 10)
-    assert claim.job.group_id == "other"
-    assert await fabric.trajectories(FULL).settle(claim, rollout_of(claim.job, 1.0), is_scored=True)
-    ledger.acknowledge = acknowledge  # type: ignore[method-assign]
-    with pytest.raises(StopAsyncIteration):
-        await anext(groups)
-    with pytest.raises(StopAsyncIteration):
-        await anext(groups)
-
-    # Then the next task has its place
-    waiting = await fabric.trajectories(FULL).claim("a1", 10)
-    assert [(each.job.group_id, each.job.task_id) for each in waiting] == [("dull-r1", "next")]
 
 
 def broken_filter(group: Group) -> bool:
@@ -177,12 +148,12 @@ def broken_tasks() -> Iterator[dict[str, Any]]:
     yield {}
 
 
-async def interrupted(_: object) -> None:
+async def interrupted(*_: object) -> None:
     raise asyncio.CancelledError
 
 
 @pytest.mark.parametrize(
-    ("error", "text", "run", "keep", "tasks", "push"),
+    ("error", "text", "run", "keep", "tasks", "swap"),
     [
         pytest.param(ValueError, "dull", RUN, broken_filter, lambda: iter(()), None, id="the filter fails"),
         pytest.param(OSError, "tasks is gone", RUN, has_varied_rewards, broken_tasks, None, id="the tasks fail"),
@@ -192,12 +163,12 @@ async def interrupted(_: object) -> None:
     ],
 )
 async def test_a_group_whose_dropping_fails_comes_again(
-    monkeypatch: pytest.MonkeyPatch, error: type, text: str, run: RunConfig, keep: Any, tasks: Any, push: Any
+    monkeypatch: pytest.MonkeyPatch, error: type, text: str, run: RunConfig, keep: Any, tasks: Any, swap: Any
 ) -> None:
     fabric, ledger = await ended("dull", run=run)
     with monkeypatch.context() as patch:
-        if push is not None:
-            patch.setattr(ledger, "push", push)
+        if swap is not None:
+            patch.setattr(ledger, "swap", swap)
         with pytest.raises(error, match=text or None):
             await anext(groups_of(fabric, ledger, keep, tasks()))
 
@@ -213,21 +184,3 @@ async def test_a_list_of_tasks_refills_as_an_iterator_does() -> None:
 
     waiting = await fabric.trajectories(RUN).claim("a1", 10)
     assert [(each.job.trajectory_id, each.job.task_id) for each in waiting] == [("dull-r1.0", "next")]
-
-
-async def test_what_found_no_room_is_not_forgotten_by_an_interrupted_loop() -> None:
-    fabric, ledger = await ended("dull", run=FULL)
-    first, acknowledge = groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "next"}])), ledger.acknowledge
-
-    async def acknowledge_and_stop(delivery: Delivery) -> bool:
-        assert await acknowledge(delivery)
-        raise asyncio.CancelledError
-
-    ledger.acknowledge = acknowledge_and_stop  # type: ignore[method-assign]
-    with pytest.raises(asyncio.CancelledError):
-        await anext(first)
-    ledger.acknowledge = acknowledge  # type: ignore[method-assign]
-    with pytest.raises(StopAsyncIteration):  # in another loop
-        await anext(groups_of(fabric, ledger, has_varied_rewards, iter([{"task_id": "other"}])))
-    waiting = await fabric.trajectories(FULL).claim("a1", 10)
-    assert [(each.job.group_id, each.job.task_id) for each in waiting] == [("dull-r1", "next")]

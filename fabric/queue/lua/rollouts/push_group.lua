@@ -5,7 +5,7 @@
 -- {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight}; below 0 nothing is written
 -- keys shard.clock shard.consumed shard.counters shard.dead shard.late shard.lengths shard.open shard.run group.row
 -- keys trajectory.bell trajectory.job trajectory.ready trajectory.record
--- use batch count record look time ring length
+-- use batch count record look time ring length enter
 local group_id, size, task = ARGV[1], tonumber(ARGV[2]), ARGV[6]
 if redis.call('EXISTS', group.row) == 1 or redis.call('ZSCORE', shard.consumed, group_id) then
   tally(shard.run, 'depth', 0)  -- a write, for the WAIT that may follow to wait for
@@ -16,33 +16,12 @@ end
 local limits = redis.call('HMGET', shard.run, 'depth', 'depth_max', 'bytes', 'bytes_max')
 if not limits[2] then return {-2} end
 local depth, depth_max = whole(limits[1], 0), whole(limits[2], 0)
-local bytes, bytes_max = whole(limits[3], 0), whole(limits[4], 0)
+local bytes, bytes_max, weight = whole(limits[3], 0), whole(limits[4], 0), weight_of(task, 10)
 local dead_count = redis.call('HLEN', shard.dead)
 if depth + size > depth_max then return {-1, depth, depth_max, size} end
 if dead_count >= tonumber(ARGV[7]) then return {-3, dead_count, tonumber(ARGV[7])} end
-
-local ids, jobs, records, weight = {}, {}, {}, #task
-for i = 10, #ARGV, 2 do
-  ids[#ids + 1], records[ARGV[i]] = ARGV[i], new_record(0)
-  add_pair(jobs, ARGV[i], ARGV[i + 1])
-  weight = weight + #ARGV[i + 1]
-end
 if bytes + weight > bytes_max then return {-4, bytes, bytes_max, weight} end
 
-local now, order = now_ms(shard.clock, true), (is_long(ARGV[8]) and 1 or 0) + (ARGV[9] == '1' and 0 or 2)
-tally(shard.run, 'depth', size)
-tally(shard.run, 'bytes', weight)
-redis.call('HSET', group.row, 'size', size, 'quorum', ARGV[3], 'priority', ARGV[4], 'completed', 0, 'failed', 0,
-  'cancelled', 0, 'state', 'open', 'bytes', weight, 'task', task, 'pushed', now, 'order', order)
-redis.call('HSET', shard.open, group_id, string.format('%s %s %s %d', ARGV[4], ARGV[3], ARGV[3], order))
-if ARGV[5] ~= '0' then
-  local deadline = now + tonumber(ARGV[5])
-  redis.call('ZADD', shard.late, deadline, group_id)
-  redis.call('HSET', group.row, 'deadline', deadline)
-end
-call_in_parts('HSET', trajectory.job, jobs)
-write_records(trajectory.record, ids, records)
-make_ready(trajectory, ids, false)
-tally(shard.counters, 'groups_submitted', 1)
-tally(shard.counters, 'trajectories_submitted', size)
+local like = {quorum = ARGV[3], priority = ARGV[4], deadline_ms = tonumber(ARGV[5])}
+enter(group.row, group_id, task, like, (is_long(ARGV[8]) and 1 or 0) + (ARGV[9] == '1' and 0 or 2), 10)
 return {1}
