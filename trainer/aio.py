@@ -46,6 +46,7 @@ from ..fabric.rules.lending.capacity_facts import is_same_model
 from ..fabric.rules.queue.runs import undoable
 from ..fabric.tracing.export import COLLECTOR, open_spans
 from ..fabric.tracing.spans import Spans
+from ..fabric.versions.held import weights_digest
 from ..fabric.versions.reader import Weights, fetch_weights
 from .agreement import AgreementReporter
 from .checks import (
@@ -67,7 +68,7 @@ from .checks import (
     make_groups,
     plain_facts,
 )
-from .evaluation import SUFFIX, check_existing, evaluation_of, goal_of
+from .evaluation import SUFFIX, check_existing, check_same_weights, evaluation_of, goal_of
 from .filters import Keep, Refill, check_refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .metrics import StepMeter
@@ -205,7 +206,11 @@ class AsyncFabric:
             depth = (await self._ports.board.run_status(name)).depth
         head = await trained.head_version()
         goal = goal_of(name, trained.run_id, version, head=head, held=held, depth=depth)
-        weights = None if held == goal >= 0 else await trained.weights(goal if goal >= 0 else None)
+        is_there = held == goal >= 0
+        if is_there:
+            theirs, own = [await weights_digest(self._ports.weights, each, goal) for each in (trained.run_id, name)]
+            check_same_weights(name, trained.run_id, goal, head=head, own=own, theirs=theirs)
+        weights = None if is_there else await trained.weights(goal if goal >= 0 else None)
         given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "model_digest"}
         opened = await self.run(given.pop("run_id"), **given)
         evaluation = self._evaluations.setdefault(name, opened)

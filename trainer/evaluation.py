@@ -77,3 +77,21 @@ def goal_of(name: str, trained: str, version: int | None, *, head: int, held: in
             head=held,
         )
     return goal
+
+
+def check_same_weights(name: str, trained: str, version: int, *, head: int, own: str, theirs: str) -> None:
+    """Require that an evaluation and the run beside it mean the same weights by a version.
+
+    head: of the run beside it. own, theirs: digests of what the two hold; "" if one does not hold it any more.
+
+    Raises:
+        VersionConflict: the run was deleted, and made again under its name.
+    """
+    if own and own != theirs and (theirs or version > head):
+        found = "other weights as" if theirs else "no"
+        raise VersionConflict(
+            f"run {name!r} evaluates version {version} of a run {trained!r} that was deleted: the one of that name now "
+            f"has {found} version {version}. Delete the evaluation, `rollfab runs rm --run {name}`, or give another "
+            "one a name",
+            version=version,
+        )

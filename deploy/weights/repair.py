@@ -57,9 +57,8 @@ async def repair(
         say("all right: nothing to repair")
         return True
     _tell(found, say)
-    epoch = await store.tended(run_id)
-    if epoch is not None:
-        say(f"the run's publisher (epoch {epoch}) lives: it is told, and heals")
+    if await store.tended(run_id) is not None:
+        say("the run's publisher lives: it is told, and heals")
         return await _wait(store, run_id, found, say=say, until_s=clock.now_s() + timeout_s, clock=clock)
     say("no publisher of this run lives: rebuilding what can be rebuilt from the broker itself")
     return await _rebuild(store, run_id, say=say)

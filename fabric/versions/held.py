@@ -28,6 +28,14 @@ async def readable(store: WeightStore, run_id: str, names: Sequence[Name]) -> di
     return {name: manifest for name, manifest in rows if manifest is not None and _is_named(manifest, run_id, name)}
 
 
+async def weights_digest(store: WeightStore, run_id: str, version: int) -> str:
+    """Tell what a version's weights are, in one text that is the same for the same weights; "": it is not held."""
+    names = [name for name in await store.held(run_id) if name[0] == version]
+    for manifest in (await readable(store, run_id, names)).values():
+        return manifest.state_digest
+    return ""
+
+
 async def _one(store: WeightStore, run_id: str, name: Name) -> WeightManifest | None:
     try:
         (manifest,) = await store.manifests(run_id, [name])

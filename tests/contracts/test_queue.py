@@ -647,3 +647,22 @@ async def test_dead_letters_that_pile_up_stop_the_pusher(world: World, monkeypat
     assert await world.trajectories.fail("g1.0", claim.fence, letter_of(claim), is_final=True) == "dead"
     with pytest.raises(QueueFull, match="1 dead letter,"):
         await world.rollouts.push([group_of_size(f"h{index}", 1) for index in range(12)])  # some on every shard
+
+
+async def test_who_still_works_for_a_deleted_run_can_write_nothing_into_one_of_its_name(world: World) -> None:
+    # Given an agent and a worker with claims of a run that is deleted, and made again with the same group
+    old, turn = await claimed_turn(world)
+    await world.board.delete_run("r1")
+    await asyncio.sleep(1.1)  # fences begin with the machine's seconds
+    await world.board.create_run(world.run)
+
+    # When others work for that, or the same ones again
+    new, again = await claimed_turn(world)
+    assert (new.job.trajectory_id, again.job.turn_id) == (old.job.trajectory_id, turn.job.turn_id)
+
+    # Then what the old claims bring is refused, and the new ones' counts
+    assert (await world.turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))])).refused
+    assert not await world.trajectories.settle(old, rollout_of(old), is_scored=True)
+    assert await world.trajectories.fail("g1.0", old.fence, letter_of(old), is_final=True) == "lost"
+    assert not (await world.turns.exchange("w1", settles=[TurnSettle(claim=again, result=result_of("g1.0.0"))])).refused
+    assert await world.trajectories.settle(new, rollout_of(new), is_scored=True)

@@ -148,7 +148,8 @@ async def test_the_oldest_come_first_page_by_page_and_what_has_ended_is_not_amon
         names.append(claim)
         await world.set_clock_ahead(0.1)
     assert await settle(world, names.pop(2))
-    assert await world.trajectories.fail(names.pop(0).job.trajectory_id, 1, letter_of(names[0]), is_final=True)
+    given_up = names.pop(0)
+    assert await world.trajectories.fail(given_up.job.trajectory_id, given_up.fence, letter_of(given_up), is_final=True)
     wanted = [claim.job.trajectory_id for claim in names]
     pages = [await world.reading.begun(first, 2) for first in (0, 2, 4)]
     assert [row.trajectory_id for page in pages for row in page] == wanted

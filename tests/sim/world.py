@@ -21,7 +21,7 @@ from zlib import crc32
 from rollfab.fabric.contract.errors import BrokerError, EngineError, FabricError, InputError, RunUnknown
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.format.manifest import WeightManifest
-from rollfab.fabric.queue.keys import ShardKeys
+from rollfab.fabric.queue.keys import RunShards
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.rules.queue import token_parts
 from rollfab.workers.agent.worker import AgentWorker
@@ -77,8 +77,10 @@ class Watched:
 
     def __init__(self, run_id: str, options: Options, world: World, tasks: dict[str, dict[str, int]]) -> None:
         self.run_id, self.tasks = run_id, tasks
-        clock = ShardKeys(run_id, 0).clock
-        self.facts = Facts(options, world.clock.now_s, partial(world.store.now_ms, clock), world.broker)
+        shards = RunShards(run_id, options.shard_count)
+        self.facts = Facts(
+            options, world.clock.now_s, lambda group_id: world.store.now_ms(shards.of(group_id).clock), world.broker
+        )
         self.turns = TurnChecker(self.facts)
         self.trajectories = TrajectoryChecker(self.facts, self.turns)
         self.groups = GroupChecker(self.facts, self.trajectories)
@@ -105,6 +107,10 @@ class Watched:
             facts.weights[version] = digest_of(*facts.newest)
 
 
+def _checkers_of(each: Watched, last: Any) -> Checkers:
+    return Checkers([each.turns, each.trajectories, each.groups, last])
+
+
 class World:
     """One simulated cluster."""
 
@@ -121,10 +127,11 @@ class World:
         self.facts, self.turns = self.first.facts, self.first.turns
         self.trajectories, self.groups = self.first.trajectories, self.first.groups
         self.capacity = CapacityChecker(roles.RUN_ID, self.facts, self.turns)
+        self._guest_tasks = tasks
         self.guest = Watched(roles.GUEST_ID, options.of_guest, self, tasks) if options.has_guest else None
         # Turns before trajectories: what a call did to turns is judged by who held them before it.
         self._checkers = {
-            each.run_id: Checkers([each.turns, each.trajectories, each.groups, last])
+            each.run_id: _checkers_of(each, last)
             for each, last in ((self.first, self.capacity), (self.guest, self.guest))
             if each is not None
         }
@@ -169,13 +176,14 @@ class World:
             for _ in range(count):
                 self.start(role)
         await self.set_lend("on")
-        others = [asyncio.create_task(each) for each in (self._watch(), self._delete_guest(), self._retry_dead())]
+        others = [asyncio.create_task(each) for each in (self._delete_guest(), self._watch(), self._retry_dead())]
         faults = Faults(self, Random(f"faults {options.seed}"))
         try:
             await self._unless_failed(faults.run(options.faults_s))
             self.facts.note("world", "calm")
             await self._unless_failed(faults.settle())
             await self.set_lend("on")
+            await self._unless_failed(others[0])
             await self._unless_failed(self._live())
             await self._unless_failed(check_idle(self))
             await self._unless_failed(self._leave())
@@ -198,6 +206,11 @@ class World:
         del self._checkers[roles.GUEST_ID]
         await self.fabric.board.delete_run(roles.GUEST_ID)
         self.facts.note("operator", "delete", roles.GUEST_ID)
+        if self.options.remakes_guest:
+            await asyncio.sleep(Random(f"remade when {self.options.seed}").choice((0.0, 0.5, 5.0)))
+            made = Watched(roles.GUEST_ID, self.options.of_guest, self, self._guest_tasks)
+            self.guest, self._checkers[roles.GUEST_ID] = made, _checkers_of(made, made)
+            self.start("guest")
 
     async def _retry_dead(self) -> None:
         """Somebody looks at the dead letters again and again, and lets them run again."""

@@ -43,14 +43,14 @@ def refusal(code: int, run_id: str, link: Link, *, head_version: int, epoch: int
     facts = {"run_id": run_id, "version": link.version, "head_version": head_version, "epoch": link.epoch}
     if code == TAKEN_OVER and epoch > link.epoch:
         text = (
-            f"another publisher took over run {run_id!r} (epoch {epoch}, ours is {link.epoch}): only one trainer may"
-            " publish; stop the other one, or use another run"
+            f"another publisher took over run {run_id!r}, or the run was deleted and made again under its name: only "
+            "one trainer may publish; stop the other one, or use another run"
         )
         return VersionConflict(text, **facts)
     if code == TAKEN_OVER:
         text = (
-            f"the broker no longer knows the publisher of run {run_id!r} (epoch {epoch}, ours is {link.epoch}): the run"
-            " was deleted, or the broker lost its data; create the run again and open a new publisher"
+            f"the broker no longer knows the publisher of run {run_id!r}: the run was deleted, or the broker lost its "
+            "data; create the run again and open a new publisher"
         )
         return VersionConflict(text, **facts)
     if code == NOT_NEWER:

@@ -74,7 +74,7 @@ def test_a_worker_within_its_staleness_serves_on_and_says_why(fabric: Processes)
     advance_head = store.advance_head
 
     async def damaging(manifest: Any, shard_count: int) -> None:
-        fabric.redis.delete(WeightKeys(RUN).chunk(1, "delta.1", 0))
+        fabric.redis.delete(WeightKeys(RUN).chunk(1, f"delta.{manifest.epoch}", 0))
         await advance_head(manifest, shard_count)
 
     # When the delta to version 1 cannot be read

@@ -124,3 +124,13 @@ def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_fa
         with pytest.raises(ConfigError, match="'lake-eval-2' is no evaluation of run 'lake': its staleness is 3"):
             fabric.fabric.evaluation("lake", 0, name="2")
         assert (fabric.fabric.runs()["lake-eval-2"].staleness, trained.head_version()) == (3, -1)
+
+        # And if the run is deleted, and made again with other weights, its evaluations are of nobody
+        fabric.ask(lambda ports: ports.board.delete_run("lake"))
+        fabric.fabric.run("lake", model="tiny", environment="walk", **SETTINGS).publish(changed(5), version=0)
+        with pytest.raises(VersionConflict, match=r"of a run 'lake' that was deleted.*has other weights as version 0"):
+            fabric.fabric.evaluation("lake")
+        with pytest.raises(VersionConflict, match="has no version 1"):
+            fabric.fabric.evaluation("lake", 1, name="other")
+        fabric.ask(lambda ports: ports.board.delete_run("lake-eval"))
+        assert fabric.fabric.evaluation("lake").head_version() == 0

@@ -27,6 +27,7 @@ from rollfab.trainer.publish import healing, upkeep
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
 from tests.support.until import until
+from tests.support.weights.weight_models import chunk_key
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("redis")]
 
@@ -85,7 +86,7 @@ class World:
 def spoil(redis: Redis, run_id: str, how: str, version: int, kind: str) -> None:
     """Damage what lies in the broker; a chunk's first publisher has put it there."""
     keys = WeightKeys(run_id)
-    field, key = f"{version}:{kind}", keys.chunk(version, f"{kind}.1", 0)
+    field, key = f"{version}:{kind}", chunk_key(redis, run_id, version, kind)
     if how == "manifest missing":
         assert redis.hdel(keys.manifests, field) == 1
         return

@@ -51,11 +51,12 @@ class TrajectoryChecker:
             for job in group.jobs if is_new else ():
                 self.trajectories[job.trajectory_id] = Trajectory()
             if is_new and group.deadline_s is not None:
-                self._deadlines[group.group_id] = self._facts.broker_ms() + group.deadline_s * 1000
+                self._deadlines[group.group_id] = self._facts.broker_ms(group.group_id) + group.deadline_s * 1000
 
     def rollouts_reap(self, process: Process, count: int) -> None:
         """Whatever is past its deadline is complete now: by this, or before, also if it was run again in between."""
-        past = [name for name, until in self._deadlines.items() if count and until <= self._facts.broker_ms()]
+        due = self._deadlines if count else {}
+        past = [name for name, until in due.items() if until <= self._facts.broker_ms(name)]
         for group_id in past:
             self._facts.note(process.name, "deadline", group_id, f"{count} closed of {len(past)}")
             self.close(group_id)

@@ -29,7 +29,7 @@ class Facts:
     """What checkers share.
 
     Attributes:
-        broker_ms: what the broker's own clock shows: by it deadlines of groups are kept.
+        broker_ms: what the clock of a group's shard shows: by it the group's deadline is kept.
         weights: version → digest of the weights that were published as it.
         newest: what these are made of (policy.py): a version, and a trainer's life.
         line: of the trace: (seconds, process, what happened, to what, details).
@@ -37,7 +37,7 @@ class Facts:
 
     options: Options
     now_s: Callable[[], float]
-    broker_ms: Callable[[], float]
+    broker_ms: Callable[[str], float]
     broker: Process
     clock_trouble_s: float = 0.0
     head_version: int = -1

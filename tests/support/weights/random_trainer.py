@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class RandomTrainer:
         self.states = [{name: array.copy() for name, array in self.snapshot.bits.items()}]
         self.versions = [self.keyframe()]
         self.snapshot.advance(self.versions[0])
-        self._published_count = 0
+        self._published_count, self._epoch = 0, 1
 
     @property
     def bits(self) -> dict[str, Bits]:
@@ -67,9 +68,11 @@ class RandomTrainer:
         """The next version, of which nobody has heard yet, as the head."""
         if self._published_count == len(self.versions):
             self.train(density)
-        prepared = self.versions[self._published_count]
         if not self._published_count:
-            await store.open_publisher(RUN)
+            self._epoch = await store.open_publisher(RUN)
+        made = self.versions[self._published_count]
+        prepared = replace(made, manifest=replace(made.manifest, epoch=self._epoch))
+        self.versions[self._published_count] = prepared
         await store.put_chunks(prepared.manifest, 0, prepared.chunks)
         await store.put_manifest(prepared.manifest)
         await store.advance_head(prepared.manifest, 1)

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from redis import Redis
 
 from rollfab.fabric.format.codec import BLOCK_BYTES
 from rollfab.fabric.format.layout import Layout, TensorSpec
+from rollfab.fabric.queue.keys import WeightKeys
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int32", "uint8")
 SHAPES = ((), (1,), (0,), (0, 3), (7,), (31, 33), (257,), (64, 64), (1000,))
@@ -85,3 +87,9 @@ def _tensor(spec: TensorSpec, flat: NDArray[Any]) -> Any:
     if spec.dtype.startswith("float8"):
         return torch.from_numpy(flat).view(getattr(torch, spec.dtype)).reshape(spec.shape)
     return (flat if spec.dtype == "bfloat16" else flat.view(spec.dtype)).reshape(spec.shape)
+
+
+def chunk_key(redis: Redis, run_id: str, version: int, kind: str, index: int = 0) -> str:
+    """Where a chunk lies in the broker; its first publisher's, if several have written it."""
+    found = redis.scan_iter(WeightKeys(run_id).chunk(version, f"{kind}.*", index))
+    return min(name.decode() for name in found)

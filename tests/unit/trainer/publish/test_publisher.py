@@ -381,7 +381,7 @@ async def test_a_chunk_that_cannot_be_read_stops_neither_keyframes_nor_the_clean
     for version in range(4):
         await plain.publish(weights, version, allow_nonfinite=True)
         weights["w"][:30] += 1
-    name = (3, DELTA, 1, 0)
+    name = (3, DELTA, (await store.head(RUN)).epoch, 0)
     chunks = store.tables.chunks
     chunks[name] = bytes([chunks[name][0] ^ 1]) + chunks[name][1:]
 

@@ -212,11 +212,11 @@ async def test_what_the_ranks_cannot_read_keeps_them_where_they_are_and_is_told(
     run = WeightTables.of(trainer.store, RUN)
     (manifest,) = await trainer.store.manifests(RUN, [(1, "delta")])
     assert manifest is not None
-    right = (run.manifests[(1, "delta")], run.chunks[(1, "delta", 1, 0)])
+    right = (run.manifests[(1, "delta")], run.chunks[(1, "delta", manifest.epoch, 0)])
     if how == "missing":
-        run.chunks.pop((1, "delta", 1, 0))
+        run.chunks.pop((1, "delta", manifest.epoch, 0))
     elif how == "flipped":
-        run.chunks[(1, "delta", 1, 0)] = right[1][:-1] + bytes([right[1][-1] ^ 1])
+        run.chunks[(1, "delta", manifest.epoch, 0)] = right[1][:-1] + bytes([right[1][-1] ^ 1])
     else:
         run.manifests[(1, "delta")] = replace(manifest, sums=manifest.sums + 1).pack()
 
@@ -233,7 +233,7 @@ async def test_what_the_ranks_cannot_read_keeps_them_where_they_are_and_is_told(
     assert report.problem == {"missing": "missing", "flipped": "corrupt", "sums": "undecodable"}[how]
 
     # And once it is healed, they follow
-    run.manifests[(1, "delta")], run.chunks[(1, "delta", 1, 0)] = right
+    run.manifests[(1, "delta")], run.chunks[(1, "delta", manifest.epoch, 0)] = right
     assert await receiver.update()
     assert_holds(engine, trainer.bits)
 
