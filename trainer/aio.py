@@ -57,6 +57,7 @@ from .checks import (
     check_given,
     check_groups,
     check_peek,
+    check_played,
     check_run,
     check_same_group,
     check_settings,
@@ -405,6 +406,7 @@ class AsyncRun:
         """Do the same as `submit`; note the progress in `submission`, for a caller that is interrupted meanwhile."""
         self._home.check()
         check_deadline(timeout_s)
+        check_played(self.config)
         submission.begin(make_groups(tasks, group_size, group_ids, **wishes))
         submission.check = partial(_check_able, self._ports, self.config)
         return await submission.push(self._ledger, self.config, self._waiting, timeout_s)

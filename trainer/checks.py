@@ -19,6 +19,7 @@ from ..fabric.contract.records import Group, RunConfig, TrajectoryJob, check_tas
 from ..fabric.contract.sampling import check_sampling, is_whole
 from ..fabric.contract.text import did_you_mean
 from ..fabric.contract.wire import check_size, dump_json, load_json
+from ..fabric.ports.inference import INFERENCE
 from ..fabric.ports.queue import GroupPush
 
 CONSUMER_LENGTH_MAX = 200
@@ -44,6 +45,16 @@ def check_settings(run_id: str, names: Iterable[str]) -> None:
             )
         if name not in known:
             raise InputError(f"run {run_id!r}: there is no setting {name!r}: {did_you_mean(name, known)}", name=name)
+
+
+def check_played(config: RunConfig) -> None:
+    """Require that somebody plays the run. Raises InputError: its turns are requests, and a task would vanish there."""
+    if config.environment == INFERENCE:
+        raise InputError(
+            f"run {config.run_id!r} answers requests at `rollfab gateway --inference`, and plays no tasks: submit them "
+            "to a run with an environment",
+            environment=INFERENCE,
+        )
 
 
 def check_run(config: RunConfig) -> RunConfig:

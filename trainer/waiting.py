@@ -17,7 +17,7 @@ from ..fabric.contract.errors import FabricError, NothingMoves
 from ..fabric.contract.text import counted
 from ..fabric.host.command import with_commands
 from ..fabric.inspect.diagnosing import read_fabric
-from ..fabric.inspect.diagnosis import TAKE, Cause
+from ..fabric.inspect.diagnosis import MISSING, TAKE, Cause
 from ..fabric.ports.queue import LeaseBoard
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,6 @@ SAY_AFTER_S = 5.0
 SAY_AGAIN_S = 60.0
 LOOK_EVERY_S = 5.0
 MADE = ("tokens", "turns_settled", "trajectories_completed", "attempts_failed")  # counters that show work
-SILENT = frozenset({"nothing_started", "no_controller", "no_worker", "no_agent", "no_reward_worker"})
 RECENT_S = 30.0  # so long who was there may be silent: his machine is busy, or he is started again
 HELD = "for_trainer"  # complete groups wait, or a live consumer holds them
 POLL_S = 1.0  # an iteration that waits for less is one of many, and asks nobody why
@@ -82,7 +81,7 @@ class Waiting:
         if not causes:
             return f"no group came within {timeout_s:g} s"
         text = f"no group came within {timeout_s:g} s: {_words(causes[0], held_count)}"
-        may_come_back = causes[0].code in SILENT and _now_s() - self._well_at_s < RECENT_S
+        may_come_back = causes[0].code in MISSING and _now_s() - self._well_at_s < RECENT_S
         is_stuck = causes[0].kind == "stuck" and not (self._has_moved or may_come_back)
         if timeout_s >= SAY_AFTER_S and is_stuck:
             rows = with_commands([asdict(each) for each in causes])
@@ -105,7 +104,7 @@ class Waiting:
                 found = await read_fabric(self._board, self._run_id)
                 self._causes = found.causes[self._run_id]
                 self._note_made(found.survey.runs[self._run_id].counters)
-                if not any(each.code in SILENT for each in self._causes):
+                if not any(each.code in MISSING for each in self._causes):
                     self._well_at_s = _now_s()
             except FabricError as error:
                 self._causes = ()

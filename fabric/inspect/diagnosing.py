@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..contract.errors import RunUnknown
 from ..contract.lease_plan import LeasePlan
@@ -19,10 +19,11 @@ from ..ports.queue import LeaseBoard, RunDetails, RunStatus, Survey
 from ..rules.lending.hours import minute_of_week
 from ..rules.lending.terms import LendTerms, terms
 from ..rules.queue.push import no_such_run
-from .diagnosis import SILENT_MS, Cause, Scene, diagnose
+from .diagnosis import MISSING, SILENT_MS, Cause, Scene, diagnose
 
 __all__ = ["Cause", "Reading", "diagnose_run", "diagnose_survey", "read_fabric"]
 
+EVENT_COUNT = 256  # the newest, among which those of half a minute are looked for
 DETAILED_COUNT_MAX = 64  # runs whose details are read at once: more of them would not be read by people either
 
 
@@ -79,7 +80,21 @@ async def diagnose_survey(
     rows = await asyncio.gather(*(board.run_details(status.config) for status in wanted[:DETAILED_COUNT_MAX]))
     details = {status.config.run_id: row for status, row in zip(wanted, rows, strict=False)}
     scene = _scene(survey, lends, plan, details, memory)
-    return {name: diagnose(scene, name) for name in names}
+    causes = {name: diagnose(scene, name) for name in names}
+    if any(each.code in MISSING and each.kind == "stuck" for found in causes.values() for each in found):
+        scene = replace(scene, gone=await _gone(board, survey))
+        causes = {name: diagnose(scene, name) for name in names}
+    return causes
+
+
+async def _gone(board: LeaseBoard, survey: Survey) -> dict[str, tuple[str, int]]:
+    """Return whom the controller has forgotten of late: it is rid of them long before they are surely dead."""
+    found: dict[str, tuple[str, int]] = {}
+    for event_id, kind, facts in await board.newest_events("", EVENT_COUNT):
+        if kind == "worker.gone" and isinstance(facts.get("silent_ms"), int):
+            age_ms = survey.wall_ms - int(event_id.partition("-")[0]) + facts["silent_ms"]
+            found.setdefault(str(facts.get("worker_id")), (str(facts.get("role")), age_ms))
+    return found
 
 
 def _needs_details(status: RunStatus) -> bool:

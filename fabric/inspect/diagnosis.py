@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..contract.records import Lease, WorkerInfo
 from ..contract.text import counted
+from ..ports.inference import INFERENCE
 from ..ports.sessions import REMOTE
 from ..rules.lending.capacity_facts import CapacityRule, is_same_model
 from ..rules.lending.division import slice_of
@@ -72,6 +73,7 @@ CODES: Mapping[str, tuple[Kind, str]] = {
     "agent_failed": ("stuck", "the agents that offer the environment cannot serve the run, and say why"),
     "agents_full": ("passing", "all places of the agents that offer the environment are taken by other runs"),
     "for_session": ("waits", "trajectories that are played through a gateway wait for somebody who opens a session"),
+    "for_request": ("waits", "the run answers requests at a gateway, and none is under way"),
     "no_reward_worker": ("stuck", "rollouts wait for their reward, and no reward worker is connected"),
     "other_reward": ("stuck", "no reward worker offers the run's reward function"),
     "run_full": ("stuck", "the run holds as much as it may, and nothing new is started until groups are consumed"),
@@ -117,6 +119,10 @@ class Cause:
         return f"{self.text}. {self.step}" if self.step else self.text
 
 
+# Of these, somebody may be there who is slow.
+MISSING = frozenset({"nothing_started", "no_controller", "no_worker", "no_agent", "no_reward_worker"})
+
+
 def is_well(causes: Sequence[Cause]) -> bool:
     """Tell whether none of the causes has to be mended or to pass."""
     return all(cause.is_well for cause in causes)
@@ -130,7 +136,8 @@ class Scene:
     terms: of serving workers. reasons: of the controller's plan, by worker. quiet_s: by run, how long nothing has come
     of it, as the controller saw; a run that is not there: not known. stale_counts: by run, trajectories that ended too
     stale since one more was completed or a group consumed. memory_bytes: what the broker holds, and its
-    limit (0: none). bad_rows: what the reading passed over.
+    limit (0: none). bad_rows: what the reading passed over. gone: roles of workers that the controller has forgotten of
+    late, with the age of their last heartbeat, ms.
     """
 
     workers: Mapping[str, tuple[WorkerInfo, int]] = field(default_factory=dict)
@@ -143,6 +150,12 @@ class Scene:
     details: Mapping[str, RunDetails] = field(default_factory=dict)
     memory_bytes: tuple[int, int] = (0, 0)
     bad_rows: Sequence[BadRow] = ()
+    gone: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    def silent(self, roles: Sequence[str]) -> dict[str, int]:
+        """Return who of these roles was heard of at all, with the age of the last heartbeat, ms."""
+        known = {name: (info.role, age_ms) for name, (info, age_ms) in self.workers.items()}
+        return {name: age_ms for name, (role, age_ms) in {**self.gone, **known}.items() if role in roles}
 
     @cached_property
     def by_role(self) -> Mapping[str, list[WorkerInfo]]:
@@ -282,7 +295,7 @@ class _View:
 
     def missing(self, code: str, roles: Sequence[str], text: str, step: str) -> Cause:
         """Make the cause where nobody of these roles is connected; who was heard of a moment ago may only be slow."""
-        ages = {name: age for name, (info, age) in self.scene.workers.items() if info.role in roles and age < RECENT_MS}
+        ages = {name: age_ms for name, age_ms in self.scene.silent(roles).items() if age_ms < RECENT_MS}
         if not ages:
             return self.cause(code, text, step)
         named = f"{_names(ages)} {'was' if len(ages) == 1 else 'were'} heard of {min(ages.values()) / 1000:.0f} s ago"
@@ -310,6 +323,10 @@ def _clock(view: _View) -> Iterator[Cause]:
 
 def _nothing_open(view: _View) -> Iterator[Cause]:
     if view.run.depth > 0:
+        return
+    if view.config.environment == INFERENCE:
+        text = f"no request is under way that {view.name} would answer"
+        yield view.cause("for_request", text, "Send one to its gateway, or leave it: it costs nothing")
         return
     submitted = view.count("groups_submitted")
     were, have = ("was", "has") if submitted == 1 else ("were", "have")
@@ -458,7 +475,7 @@ def _nobody(view: _View) -> Iterator[Cause]:
     if any(view.scene.by_role.get(role) for role in roles):
         return
     start = f"`rollfab up --model {_plain(view.config.model)}`"
-    ages = [age for info, age in view.scene.workers.values() if info.role in roles]
+    ages = view.scene.silent(roles).values()
     step = f"Start all of them in another shell, {start}, and give your trainer the ROLLFAB_URL that it prints"
     if ages:
         were_there = "They were here, and are silent. " if min(ages) >= RECENT_MS else ""
@@ -623,12 +640,15 @@ def _agent(view: _View) -> Iterator[Cause]:
         return
     agents, environment = view.scene.by_role.get("agent", []), _plain(view.config.environment)
     is_remote = environment == REMOTE
-    step = f"Start one that does: `rollfab agent --environment {environment}=module:attr`"
+    own = f"`rollfab agent --environment {environment}=module:attr`, or `rollfab agent` where it comes with rollfab"
+    step = f"Start one that does: {own}"
     if is_remote:
         step = "Start a gateway: `rollfab gateway --keys gateway.keys`"
+    elif environment == INFERENCE:
+        step = f"Start its gateway: `rollfab gateway --inference {_plain(view.config.run_id)}`"
     if not agents:
         text = f"no agent is connected that could play environment {environment!r} of {view.name}"
-        yield view.missing("no_agent", ("agent",), text, step if is_remote else "Start one: `rollfab agent`")
+        yield view.missing("no_agent", ("agent",), text, step)
     elif not view.agents:
         offered = sorted({name for each in agents for name in each.environments})
         text = f"no agent offers environment {environment!r} of {view.name}: offered are {_names(offered)}"
@@ -648,9 +668,8 @@ def _agent(view: _View) -> Iterator[Cause]:
             f"{_all(places, 'place')} for environments {'is' if places == 1 else 'are'} taken, {view.name} has none of "
             f"them: {_names(others)} {'runs' if len(others) == 1 else 'run'} there"
         )
-        own = f"`rollfab agent --environment {environment}=module:attr`"
-        step = f"Start another agent that offers it: {own}, or `rollfab agent` where it comes with rollfab"
-        yield view.cause("agents_full", text, step)
+        another = f"Start another agent that offers it: {own}"
+        yield view.cause("agents_full", text, step if environment in (REMOTE, INFERENCE) else another)
     elif is_remote:
         does = "waits" if view.queued == 1 else "wait"
         yield view.cause(

@@ -190,7 +190,11 @@ class RedisRolloutStream:
                 return found
             if len(held) < at_most:  # else there may be more
                 self._look_back_at_s[consumer] = self._clock.now_s() + LOOK_BACK_S
-        return await self._deliveries(await self._fresh(consumer, count, timeout_s), consumer, is_again=False)
+        try:
+            return await self._deliveries(await self._fresh(consumer, count, timeout_s), consumer, is_again=False)
+        except BaseException:  # the broker may have handed some over: they are looked for at once
+            self._look_back_at_s.pop(consumer, None)
+            raise
 
     async def peek(self, count: int) -> list[Group]:
         looks: list[Command] = [
@@ -298,7 +302,7 @@ class RedisRolloutStream:
         answers = await self._look(rows)
         found: list[Delivery] = []
         gone: dict[int, list[bytes]] = {}
-        for (shard, entry_id, group_id), (facts, made, head) in zip(rows, answers, strict=True):
+        for (shard, entry_id, group_id), (facts, made, settings) in zip(rows, answers, strict=True):
             if not facts:  # cancelled after it was complete, or acknowledged by a call whose answer was lost
                 gone.setdefault(shard, []).append(entry_id)
                 continue
@@ -306,8 +310,7 @@ class RedisRolloutStream:
                 continue
             group = await self._group(group_id, facts, made, is_again=is_again)
             delivery = Delivery(group=group, shard=shard, entry_id=entry_id.decode(), holder=self._holder(consumer))
-            head_version = BadRows().whole("", "", head or None, -1)
-            stale = self._stale(group, head_version)
+            head_version, stale = self._stale(group, settings)
             if stale:
                 await self._rerun(delivery, stale, head_version, is_again=is_again)
                 continue
@@ -318,21 +321,26 @@ class RedisRolloutStream:
         return found
 
     async def _look(self, rows: Sequence[tuple[int, bytes, str]]) -> list[tuple[Any, Any, Any]]:
-        """Return of each group its facts, its rollouts, and the head of its shard."""
+        """Return of each group its facts, its rollouts, and what its shard says of the head and of staleness."""
         commands: list[Command] = []
         for shard, _, group_id in rows:
             keys = self._shards.all[shard]
             commands += [("HGETALL", keys.group(group_id)), ("HGETALL", keys.rollouts(group_id))]
-            commands.append(("HGET", keys.run, "head_version"))
+            commands.append(("HMGET", keys.run, "head_version", "staleness", "when_stale"))
         with translate():
             found = await self._scripts.channel.ask_many(commands)
             answers = checked([[] if is_wrong_type(each) else each for each in found])
         return list(zip(answers[::3], answers[1::3], answers[2::3], strict=True))
 
-    def _stale(self, group: Group, head: int) -> list[Rollout]:
-        if self._run.when_stale != "rerun":
-            return []
-        return [each for each in group.rollouts if is_stale(each.policy_version, head, self._run.staleness)]
+    def _stale(self, group: Group, settings: Sequence[bytes | None]) -> tuple[int, list[Rollout]]:
+        """Return the head, and the rollouts that are too stale by the settings of now: others may change them."""
+        head, staleness, when_stale = settings or (None, None, None)
+        read = BadRows()
+        head_version = read.whole("", "", head, -1)
+        if (when_stale or self._run.when_stale.encode()) != b"rerun":
+            return head_version, []
+        limit = read.whole("", "", staleness, self._run.staleness)
+        return head_version, [each for each in group.rollouts if is_stale(each.policy_version, head_version, limit)]
 
     async def _rerun(self, delivery: Delivery, stale: Sequence[Rollout], head: int, *, is_again: bool) -> None:
         keys, run_id, group_id = self._shards.all[delivery.shard], self._run.run_id, delivery.group.group_id

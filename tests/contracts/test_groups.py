@@ -18,6 +18,46 @@ from tests.contracts.conftest import World
 from tests.contracts.test_queue import expire, group_of_size, held_one, lease, letter_of, rollout_of, turn_of
 
 
+async def test_the_run_s_settings_of_now_say_what_is_too_stale(world: World) -> None:
+    # Given a complete group of version 3, and a run whose staleness somebody lowers after this client has opened it
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    assert await settle(world, claim, version=3)
+    await world.board.create_run(dataclasses.replace(world.run, staleness=0, when_stale="rerun"))
+    await world.set_head(4)
+    assert not await world.rollouts.receive("t", 1, 0.01)
+
+    # When it is raised, or what is stale is to be kept
+    (claim,) = await world.trajectories.claim("a1", 1)
+    await world.board.create_run(dataclasses.replace(world.run, staleness=0, when_stale="keep"))
+    assert await settle(world, claim, version=3)
+    (delivery,) = await world.rollouts.receive("t", 1, 1.0)
+    assert delivery.group.rollouts[0].policy_version == 3
+
+
+async def test_what_an_interrupted_receive_was_given_comes_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a consumer that looked back a moment ago, and is interrupted once the broker has handed a group over
+    assert not await world.rollouts.receive("t", 1, 0.01)
+    await push(world, size=1)
+    (claim,) = await world.trajectories.claim("a1", 1)
+    assert await settle(world, claim)
+    stream = cast("Any", world.rollouts)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_deliveries", interrupted)
+        with pytest.raises(asyncio.CancelledError):
+            await stream.receive("t", 1, 1.0)
+
+    # Then the next call has it
+    (delivery,) = await world.rollouts.receive("t", 1, 0.01)
+    assert delivery.group.redelivered
+
+
+async def interrupted(*_: object, **__: object) -> None:
+    raise asyncio.CancelledError
+
+
 def neighbours(world: World, count: int) -> list[str]:
     """Names of groups that are on one shard."""
     names = (f"g{index}" for index in range(100))

@@ -24,6 +24,7 @@ from ..environments.registry import NO_OPTIONS, Registry
 from .session import AgentSession
 
 RUNS_READ_S = 10.0  # within which the runs are read twice, unless the broker is away
+ANSWER_S = 2.0  # within which they are read once more
 PLAY_COUNT_MAX = max(8, 8 * (os.cpu_count() or 1))  # a process with the openai package holds 80 MB
 OVER_COUNT_MAX = 256  # sessions that were ended, and whose clients may ask again how
 UNTAKEN_S = 20.0  # for which a claimed trajectory waits for somebody to open it, after who asked for it has gone
@@ -118,6 +119,12 @@ class Desk:
                     self._offered[run_id].clear()
                     await self._offered[run_id].wait()
         except TimeoutError:
+            if not await self._read_again(1, ANSWER_S):
+                raise BrokerError(
+                    f"no trajectory of run {run_id} came within {wait_s:g} s, and the broker has not answered since: "
+                    "ask again once it does",
+                    run_id=run_id,
+                ) from None
             raise QueueFull(
                 f"no trajectory of run {run_id} came within {wait_s:g} s: all that its trainer has pushed are in work "
                 "or done; ask again later",
@@ -134,20 +141,26 @@ class Desk:
             RunUnknown: there is no such run: a second reading of the runs ended, which began after this call.
             BrokerError: the runs could not be read.
         """
-        enough = self._reading_count + 2  # the first may have been under way as the run was made
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RUNS_READ_S):
-                while run_id not in self._runs and self._reading_count < enough:
-                    self._followed.clear()
-                    await self._followed.wait()
+        # Twice: the first may have been under way as the run was made.
+        is_certain = await self._read_again(2, RUNS_READ_S, run_id)
         if run_id in self._runs:
             return
-        if self._reading_count < enough:
+        if not is_certain:
             raise BrokerError(f"whether there is a run {run_id!r:.80} could not be read from the broker; ask again")
         raise RunUnknown(
             f"there is no run {run_id!r:.80} whose environment is {REMOTE!r}: its trainer creates it so",
             run_id=run_id,
         )
+
+    async def _read_again(self, count: int, within_s: float, run_id: str = "") -> bool:
+        """Wait until the runs were read so often, or there is this one; return whether they were read so often."""
+        enough = self._reading_count + count
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while run_id not in self._runs and self._reading_count < enough:
+                    self._followed.clear()
+                    await self._followed.wait()
+        return self._reading_count >= enough
 
     async def host(self, key: str) -> Played:
         """Offer a session, and wait until whoever takes it has ended it.

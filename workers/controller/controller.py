@@ -146,14 +146,11 @@ class Controller:
         self._ticked_at_s = now
         return min(gap_s, PASSED_S_MAX), now
 
-    def _told_apart(self, survey: Survey) -> tuple[dict[str, WorkerInfo], dict[str, WorkerInfo]]:
-        """Tell live workers from those that have been silent for too long; return both."""
-        live: dict[str, WorkerInfo] = {}
-        silent: dict[str, WorkerInfo] = {}
-        is_trusting = self._clock.now_s() < self._trusting_until_s
-        for name, (info, age_ms) in survey.workers.items():
-            (live if is_trusting or age_ms <= self._config.worker_age_ms_max else silent)[name] = info
-        return live, silent
+    def _told_apart(self, survey: Survey) -> tuple[dict[str, WorkerInfo], dict[str, tuple[WorkerInfo, int]]]:
+        """Tell live workers from those that have been silent for too long, with their age; return both."""
+        age_ms_max = math.inf if self._clock.now_s() < self._trusting_until_s else self._config.worker_age_ms_max
+        live = {name: info for name, (info, age_ms) in survey.workers.items() if age_ms <= age_ms_max}
+        return live, {name: each for name, each in survey.workers.items() if name not in live}
 
     def _changes(
         self, term: int, grants: Sequence[Grant], names: Mapping[str, Sequence[str]], survey: Survey
@@ -212,9 +209,11 @@ class Controller:
         if events:
             await self._board.add_events(events)
 
-    async def _forget(self, term: int, silent: Mapping[str, WorkerInfo]) -> None:
+    async def _forget(self, term: int, silent: Mapping[str, tuple[WorkerInfo, int]]) -> None:
         if silent and await self._board.forget_workers(term, list(silent)):
-            facts = [{"worker_id": name, "role": info.role} for name, info in silent.items()]
+            facts = [
+                {"worker_id": name, "role": info.role, "silent_ms": age_ms} for name, (info, age_ms) in silent.items()
+            ]
             await self._board.add_events([("worker.gone", each) for each in facts])
 
     async def _show(

@@ -29,6 +29,7 @@ from ...fabric.contract.errors import ConfigError, EnvironmentFailed, Environmen
 from ...fabric.contract.records import Rollout
 from ...fabric.contract.text import did_you_mean
 from ...fabric.host.entry_points import installed
+from ...fabric.ports.inference import INFERENCE
 from ...fabric.ports.sessions import REMOTE
 from .base import SETTINGS, Environment, GymEnvironment, Isolation, check_settings, in_thread, show
 from .isolated import IsolatedEnvironment, named
@@ -276,16 +277,21 @@ class Registry:
         return EnvironmentUnknown(text, environment=name) if group == ENVIRONMENTS else ConfigError(text, name=name)
 
 
+# Names of environments that no agent plays.
+TAKEN = {
+    REMOTE: "runs that are played in sessions of `rollfab gateway`",
+    INFERENCE: "runs whose turns are requests at `rollfab gateway --inference`",
+}
+
+
 def _parse(option: str, pairs: Iterable[str]) -> dict[str, Program]:
     """Read "NAME=module:attr" or "NAME=python:module:attr" into name → program. Raises ConfigError."""
     targets: dict[str, Program] = {}
     for pair in pairs:
         name, _, rest = pair.partition("=")
-        if name == REMOTE and option == "--environment":
+        if name in TAKEN and option == "--environment":
             raise ConfigError(
-                f"{option} {pair!r:.200}: the name {REMOTE!r} is for runs that are played in sessions of "
-                "`rollfab gateway`: take another one",
-                name=name,
+                f"{option} {pair!r:.200}: the name {name!r} is for {TAKEN[name]}: take another", name=name
             )
         if name and rest.startswith(COMMAND_PREFIX) and option == "--environment":
             targets[name] = Program(COMMAND + _line(name, rest), niceness=NICENESS)

@@ -12,7 +12,8 @@ from ...contract.records import RunConfig, WorkerInfo
 from ...contract.sampling import sampling_from
 from ..lending.capacity_facts import is_same_model
 
-FIXED = ("model", "environment", "environment_options", "reward", "shard_count")  # the rest may change between starts
+# The rest may change between starts.
+FIXED = ("model", "environment", "environment_options", "reward", "shard_count", "dtype")
 
 
 def is_same_run(existing: RunConfig, wanted: RunConfig) -> bool:

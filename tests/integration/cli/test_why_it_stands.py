@@ -270,6 +270,11 @@ async def for_session(stand: Stand) -> None:
     await stand.all_well()
 
 
+async def for_request(stand: Stand) -> None:
+    await stand.begin(replace(RUN, environment="inference"))
+    await stand.all_well()
+
+
 def scoring(*roles: str) -> Callable[[Stand], Awaitable[None]]:
     async def bring_about(stand: Stand) -> None:
         await pushed(stand, replace(RUN, reward="judge"))
@@ -347,6 +352,7 @@ CASES: dict[str, Callable[[Stand], Awaitable[None]]] = {
     "agent_failed": agent_is(error="run 'lake' is not served: no tokenizer"),
     "agents_full": agents_full,
     "for_session": for_session,
+    "for_request": for_request,
     "no_reward_worker": scoring(),
     "other_reward": scoring("reward"),
     "run_full": run_full,

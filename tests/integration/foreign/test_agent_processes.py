@@ -157,7 +157,7 @@ async def test_an_agent_whose_interpreter_has_no_openai_is_refused_before_any_ep
 
 
 def test_the_name_of_runs_that_are_played_in_sessions_is_no_environment_s() -> None:
-    with pytest.raises(ConfigError, match=r"the name 'gateway' is for runs .* `rollfab gateway`: take another one"):
+    with pytest.raises(ConfigError, match=r"the name 'gateway' is for runs .* `rollfab gateway`: take another"):
         Registry(["gateway=docs.examples.doors:play"])
 
 

@@ -76,6 +76,13 @@ async def test_a_run_that_is_full_says_what_is_in(monkeypatch: pytest.MonkeyPatc
     await repeat(fabric, run)
 
 
+async def test_a_run_that_answers_requests_takes_no_tasks() -> None:
+    """Its gateway would take them for requests, and nothing would be left of them."""
+    _, run = await open_run(replace(RUN, environment="inference"))
+    with pytest.raises(InputError, match="answers requests at `rollfab gateway --inference`, and plays no tasks"):
+        await submit(run)
+
+
 async def test_a_run_with_no_memory_left_says_what_is_in() -> None:
     fabric, run = await open_run(replace(RUN, memory_bytes_max=1_000))
     error = await refused(fabric, run, QueueFull)

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting
+from rollfab.fabric.inspect.diagnosing import diagnose_survey
 from rollfab.fabric.inspect.diagnosis import CODES, GONE_S, STALL_S, Cause, Scene, diagnose, is_well
 from rollfab.fabric.ports.queue import BadRow, Consumer, RunDetails, RunStatus
 from rollfab.fabric.rules.lending.terms import terms
+from tests.standin.fabric import StandInFabric
 
 CONFIG = RunConfig(run_id="r1", model="tiny", environment="frozenlake", staleness=1)
 REMOTE = replace(CONFIG, environment="gateway")
+ANSWERING = replace(CONFIG, environment="inference")
 
 
 def info(worker_id: str, role: str, **facts: Any) -> WorkerInfo:
@@ -185,6 +188,10 @@ CASES: dict[str, tuple[Scene, str]] = {
     "for_session": (
         scene(status(config=REMOTE), CONTROLLER, WORKER, GATEWAY, leases=HELD),
         "4 trajectories of run 'r1' wait for somebody to open a session at a gateway",
+    ),
+    "for_request": (
+        scene(status(0, config=ANSWERING, groups_cancelled=9), *ALL),
+        "no request is under way that run 'r1' would answer",
     ),
     "no_reward_worker": (
         scene(status(0, 0, 5, config=REWARDED), *ALL, leases=HELD),
@@ -399,6 +406,25 @@ def test_who_was_heard_of_a_moment_ago_may_only_be_slow(roles: tuple[str, ...], 
         cause = diagnose(replace(seen, workers=aged), "r1")[0]
         assert (cause.code, cause.kind) == (code, kind)
         assert said in cause.text and cause.step.startswith("Wait a moment") == (kind == "passing")
+
+
+@pytest.mark.parametrize(("age_ms", "kind"), [(7_000, "passing"), (31_000, "stuck")])
+async def test_whom_the_controller_has_forgotten_of_late_may_only_be_slow(age_ms: int, kind: str) -> None:
+    # Given an agent that the controller took off the board 1 s ago
+    board = StandInFabric().board
+    await board.create_run(CONFIG)
+    await board.heartbeat(CONTROLLER)
+    await board.add_event("worker.gone", {"worker_id": "a1", "role": "agent", "silent_ms": age_ms - 1_000})
+    survey = await board.survey()
+    survey = replace(survey, runs={"r1": status(4)}, workers={"c1": (CONTROLLER, 0), "w1": (WORKER, 0)})
+
+    # When a reading a second later finds no agent
+    later = replace(survey, wall_ms=survey.wall_ms + 1_000, leases={"r1": {"w1": lease()}})
+    found = (await diagnose_survey(board, later, {}, None, (0, 0)))["r1"][0]
+
+    # Then it says when it was there
+    assert (found.code, found.kind) == ("no_agent", kind)
+    assert ("a1 was heard of 7 s ago" in found.text) == (kind == "passing")
 
 
 def test_a_worker_that_fell_silent_is_gone_and_one_whose_lease_has_ended_has_none() -> None:

@@ -19,6 +19,8 @@ async def test_a_run_that_was_just_made_is_waited_for_even_by_who_does_not_wait(
     await asyncio.sleep(0.01)
     assert not opening.done()
     desk.follow({"new"})
+    await asyncio.sleep(0.01)
+    desk.follow({"new"})
     with pytest.raises(QueueFull, match="no trajectory of run new"):
         await opening
 
@@ -38,3 +40,11 @@ async def test_a_broker_that_is_away_is_not_taken_for_a_missing_run(monkeypatch:
     desk = Desk()
     with pytest.raises(BrokerError, match="could not be read"):
         await desk.open("there", wait_s=60.0)
+
+
+async def test_a_broker_that_is_away_is_not_taken_for_a_run_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desks, "ANSWER_S", 0.05)
+    desk = Desk()
+    desk.follow({"there"})
+    with pytest.raises(BrokerError, match=r"no trajectory of run there came .* the broker has not answered"):
+        await desk.open("there", wait_s=0.0)
