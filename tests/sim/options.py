@@ -49,6 +49,7 @@ class Options:
     dies_on_errors: bool
     cancels: bool
     retries: bool  # somebody lets what was given up run again, as long as there are faults
+    loosens: bool  # somebody asks less of the run, and orders its work otherwise, in the middle
     has_rank: bool  # a second process consumes beside the trainer, under a name of its own
     drops: bool  # some groups, which other tasks replace
     # the faults
@@ -83,6 +84,20 @@ class Options:
             "attempt_count_max": self.attempt_count_max,
             "trajectory_count_max": self.trajectory_count_max,
             "shard_count": self.shard_count,
+        }
+
+    def loosened(self, random: Random) -> dict[str, Any]:
+        """Settings that ask less of a run than these, and others that its promises do not depend on."""
+        return {
+            "staleness": self.staleness + random.randint(0, 2),
+            "when_stale": random.choice((self.when_stale, "keep")),
+            "attempt_count_max": self.attempt_count_max + random.randint(0, 3),
+            "trajectory_count_max": self.trajectory_count_max * random.randint(1, 3),
+            "turns_at_commit": random.choice(("keep", "recompute", "finish")),
+            "prefix_affinity": random.random() < 0.5,
+            "longest_first": random.random() < 0.5,
+            "nearest_first": random.random() < 0.5,
+            "weight": random.choice((0.1, 1.0, 7.0)),
         }
 
     @property
@@ -154,6 +169,7 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         dies_on_errors=random.random() < 0.5,
         cancels=random.random() < 0.1,
         retries=Random(f"retries {seed}").random() < 0.3,
+        loosens=Random(f"loosens {seed}").random() < 0.3,
         has_rank=Random(f"rank {seed}").random() < 0.3,
         drops=Random(f"drops {seed}").random() < 0.3,
         faults_s=6.0 if focus else random.choice((2.0, 4.0, 6.0)),

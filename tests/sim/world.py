@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ class World:
             if each is not None
         }
         self.rewards = roles.RewardQueue()
+        self.changes: dict[str, Any] = {}  # of the first run's settings, which its trainer has in its file then
         self.links: dict[str, Link] = {}
         self.agents: dict[str, AgentWorker] = {}
         self.engines: dict[str, FakeEngine] = {}
@@ -176,7 +178,10 @@ class World:
             for _ in range(count):
                 self.start(role)
         await self.set_lend("on")
-        others = [asyncio.create_task(each) for each in (self._delete_guest(), self._watch(), self._retry_dead())]
+        others = [
+            asyncio.create_task(each)
+            for each in (self._delete_guest(), self._watch(), self._retry_dead(), self._loosen())
+        ]
         faults = Faults(self, Random(f"faults {options.seed}"))
         try:
             await self._unless_failed(faults.run(options.faults_s))
@@ -222,6 +227,25 @@ class World:
                 if run := (await link.board.runs()).get(roles.RUN_ID):
                     letters = await link.rollouts(run).dead_letters(10)
                     await link.rollouts(run).retry([each.trajectory_id for each in letters])
+
+    async def _loosen(self) -> None:
+        """Somebody changes settings of the run while it works: what it has promised by the old ones still holds."""
+        random = Random(f"loosened {self.options.seed}")
+        operator = Process("operator-2", "operator")
+        link = Link(operator, self.broker, self._fabric(operator.name), self.network, self._observe, self.rewards)
+        for _ in range(2 if self.options.loosens else 0):
+            await asyncio.sleep(random.uniform(0.3, self.options.faults_s))
+            changes = self.facts.options.loosened(random)
+            known = {name: changes[name] for name in ("staleness", "when_stale", "trajectory_count_max")}
+            self.facts.options = dataclasses.replace(self.facts.options, **known)
+            self.changes |= changes
+            self.facts.note("operator", "loosen", roles.RUN_ID, changes)
+            while not self._is_closing:
+                with contextlib.suppress(BrokerError):
+                    if run := (await link.board.runs()).get(roles.RUN_ID):
+                        await link.board.create_run(dataclasses.replace(run, **changes))
+                        break
+                await asyncio.sleep(0.2)
 
     # ---- processes
 

@@ -58,6 +58,7 @@ CALM = replace(
     cancels=False,
     retries=False,
     has_rank=False,
+    loosens=False,
     drops=False,
     faults_s=0.0,
     trouble_fraction=0.0,
