@@ -29,9 +29,9 @@ class Model(BaseModel):
 
 
 class Request(BaseModel):
-    """Base of what callers send: a field that is not known is refused."""
+    """Base of what callers send: a field that is not known is refused, and so is one of another type ("3", true)."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod

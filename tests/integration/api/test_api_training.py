@@ -168,6 +168,9 @@ async def test_runs_are_made_and_changed_and_what_is_wrong_is_named(api: ApiWorl
         assert answer.status_code == status and words in answer.text, answer.text
     said = await post(api, "v1/runs/min/groups", 404, tasks=[{}])
     assert said["error"] == "RunUnknown" and "mine" in said["message"]
+    for wish in ({"deadline_s": True}, {"deadline_s": "3"}, {"wait_s": True}, {"wait_s": "3"}):
+        said = await post(api, f"{R1}/groups", 422, tasks=[{}], **wish)
+        assert f"body.{next(iter(wish))}" in str(said) and "valid number" in str(said)
     said = await post(api, f"{R1}/groups", 422, tasks=[{}], group_ids=["a", "b"])
     assert "group_ids" in said["message"]
     said = await post(api, f"{R1}/groups", 429, tasks=[{}] * 3, group_size=100, wait_s=0.1, group_ids=["a", "b", "c"])

@@ -52,6 +52,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {  # a run and a body, where good
     "POST /v1/pools/{pool}/lend": ("", {"value": "on"}),
     "POST /v1/runs/{run_id}/versions": ("w", {"version": 1, "directory": "given"}),
     "PUT /v1/runs/{run_id}/evaluation": ("w", {"version": 0}),
+    "POST /v1/runs/{run_id}/groups": ("r1", {"tasks": [{"seed": 1}], "wait_s": 0.02}),
 }
 WAITING = ("/groups", "/groups/receive")
 WAIT_S = 0.02  # in place of the 30 s that a body may leave out
