@@ -152,7 +152,7 @@ class RedisRolloutStream:
             return gone
         refusal = REFUSALS.get(answer[0])
         if refusal is not None:
-            return refusal(self._run.run_id, *answer[1:])
+            return refusal(self._run, *answer[1:])
         is_other = not answer[0] and answer[1] and _is_other(group, answer[1])
         return another_task(self._run.run_id, group.group_id) if is_other else bool(answer[0])
 
@@ -433,7 +433,7 @@ class RedisRolloutStream:
         if isinstance(answer, Exception):
             raise _translated(answer)
         if answer[0] < NOT_HELD:
-            raise REFUSALS[answer[0]](self._run.run_id, *answer[1:])
+            raise REFUSALS[answer[0]](self._run, *answer[1:])
         code, there = answer
         await self._end(delivery, code)
         return there == SWAPPED or bool(there and not _is_other(group, there))

@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...contract.errors import FabricError, InputError, QueueFull, RunUnknown
+from ...contract.records import RunConfig
 from ...contract.text import counted, did_you_mean
 
 DEAD_COUNT_MAX = 10_000  # per shard; each holds a task and a traceback, so this bounds them to tens of megabytes
 
 
-def too_many_open(run_id: str, depth: int, limit: int, need: int) -> QueueFull:
-    """Make the error for a run that cannot hold `need` more trajectories."""
+def too_many_open(run: RunConfig, depth: int, limit: int, need: int) -> QueueFull:
+    """Make the error for a run that cannot hold `need` more trajectories; of a shard, if it has several."""
     return QueueFull(
-        f"run {run_id!r} holds {counted(depth, 'trajectory')} not yet consumed, its limit is {limit}, and the "
-        f"group has {need}: consume groups, or raise trajectory_count_max",
+        f"{_holder(run)} {counted(depth, 'trajectory')} not yet consumed, its limit is {limit}, and the "
+        f"group has {need}: consume groups, or raise trajectory_count_max{_total(run, run.trajectory_count_max)}",
         depth=depth,
         limit=limit,
         need=need,
     )
+
+
+def _holder(run: RunConfig) -> str:
+    return f"run {run.run_id!r} {'holds' if run.shard_count == 1 else f'in one of its {run.shard_count} shards holds'}"
+
+
+def _total(run: RunConfig, limit: int) -> str:
+    return "" if run.shard_count == 1 else f" (it is {limit}, for all shards together)"
 
 
 def never_fits(run_id: str, limit: int, need: int) -> QueueFull:
@@ -31,22 +40,22 @@ def never_fits(run_id: str, limit: int, need: int) -> QueueFull:
     )
 
 
-def too_many_bytes(run_id: str, size: int, limit: int, need: int) -> QueueFull:
+def too_many_bytes(run: RunConfig, size: int, limit: int, need: int) -> QueueFull:
     """Make the error for a run that cannot hold `need` bytes more."""
     return QueueFull(
-        f"run {run_id!r} holds {size} bytes of jobs and rollouts not yet consumed, its limit is {limit}, and the group "
-        f"has {need}: consume groups, or raise memory_bytes_max",
+        f"{_holder(run)} {size} bytes of jobs and rollouts not yet consumed, its limit is {limit}, and the group "
+        f"has {need}: consume groups, or raise memory_bytes_max{_total(run, run.memory_bytes_max)}",
         depth=size,
         limit=limit,
         need=need,
     )
 
 
-def too_many_dead(run_id: str, depth: int, limit: int) -> QueueFull:
+def too_many_dead(run: RunConfig, depth: int, limit: int) -> QueueFull:
     """Make the error for a run that has as many dead letters as are kept."""
     return QueueFull(
-        f"run {run_id!r} has {counted(depth, 'dead letter')}, the limit is {limit}: see `rollfab dead ls --run "
-        f"{run_id}`, then retry or discard some: `rollfab dead retry`",
+        f"run {run.run_id!r} has {counted(depth, 'dead letter')}, the limit is {limit}: see `rollfab dead ls --run "
+        f"{run.run_id}`, then retry or discard some: `rollfab dead retry`",
         depth=depth,
         limit=limit,
     )
