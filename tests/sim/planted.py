@@ -402,8 +402,8 @@ def depth_not_lowered() -> list[Patch]:
     return [
         in_lua(
             (
-                "tally(shard.run, 'depth', -size)\ntally(shard.run, 'bytes', -whole(g[2], 0))",
-                "tally(shard.run, 'bytes', -whole(g[2], 0))",
+                "  tally(shard.run, 'depth', -size)\n  tally(shard.run, 'bytes', -whole(row[2], 0))",
+                "  tally(shard.run, 'bytes', -whole(row[2], 0))",
             ),
             (
                 "tally(shard.run, 'depth', -size)\ntally(shard.counters, 'groups_cancelled', 1)",

@@ -146,7 +146,6 @@ async def reward(world: World, link: Link, stop: asyncio.Event) -> None:
 async def trainer(world: World, link: Link, stop: asyncio.Event) -> None:
     """A training loop over the real client: submit what fits, use what comes, publish now and then."""
     settings = {"model": "tiny", "environment": f"sim-{world.options.recovery}", **world.options.settings}
-    settings |= world.changes
     run = await _opened(link, stop.is_set, RUN_ID, **settings, kept_bytes_max=3_000)  # a few groups: some are dropped
     if run is not None:
         await _train(_TrainingLoop(world.first, world, link, run), stop)

@@ -52,7 +52,20 @@ SCORE_MS = 3_000  # a reward that was lost is asked for again
 
 
 class SimFabric(StandInFabric):
-    """The fabric of one process, with its own time until a lost reward is asked for again."""
+    """The fabric of one process, with its own time until a lost reward is asked for again.
+
+    changes: of the first run's settings, which everybody has in his file: no late call takes them back.
+    """
+
+    def __init__(self, clock: VirtualClock, *, broker: Broker, client_id: str, changes: dict[str, Any]) -> None:
+        super().__init__(clock, broker=broker, client_id=client_id)
+        create_run = self.board.create_run
+
+        async def create(config: RunConfig) -> RunConfig:
+            own = changes if config.run_id == roles.RUN_ID else {}
+            return await create_run(dataclasses.replace(config, **own))
+
+        self.board.create_run = create  # type: ignore[method-assign]
 
     def trajectories(self, run: RunConfig) -> RedisTrajectoryQueue:
         return RedisTrajectoryQueue(self._client, run, score_ms=SCORE_MS)
@@ -121,6 +134,7 @@ class World:
         self.broker = Process("broker", "broker")
         self.network = Network(Random(f"network {options.seed}"), options.trouble_fraction, options.travel_s)
         self.store = Broker(self.clock)
+        self.changes: dict[str, Any] = {}
         self.fabric = self._fabric("world")
         tasks = {f"g{number}": {"number": number} for number in range(options.group_count)}
         killing = {"killer_seed": crc32(KILLER.encode()), "kills_at": options.seed % 2} if options.kills else {}
@@ -137,7 +151,6 @@ class World:
             if each is not None
         }
         self.rewards = roles.RewardQueue()
-        self.changes: dict[str, Any] = {}  # of the first run's settings, which its trainer has in its file then
         self.links: dict[str, Link] = {}
         self.agents: dict[str, AgentWorker] = {}
         self.engines: dict[str, FakeEngine] = {}
@@ -231,21 +244,14 @@ class World:
     async def _loosen(self) -> None:
         """Somebody changes settings of the run while it works: what it has promised by the old ones still holds."""
         random = Random(f"loosened {self.options.seed}")
-        operator = Process("operator-2", "operator")
-        link = Link(operator, self.broker, self._fabric(operator.name), self.network, self._observe, self.rewards)
         for _ in range(2 if self.options.loosens else 0):
             await asyncio.sleep(random.uniform(0.3, self.options.faults_s))
-            changes = self.facts.options.loosened(random)
-            known = {name: changes[name] for name in ("staleness", "when_stale", "trajectory_count_max")}
+            self.changes |= self.facts.options.loosened(random)
+            known = {name: self.changes[name] for name in ("staleness", "when_stale", "trajectory_count_max")}
             self.facts.options = dataclasses.replace(self.facts.options, **known)
-            self.changes |= changes
-            self.facts.note("operator", "loosen", roles.RUN_ID, changes)
-            while not self._is_closing:
-                with contextlib.suppress(BrokerError):
-                    if run := (await link.board.runs()).get(roles.RUN_ID):
-                        await link.board.create_run(dataclasses.replace(run, **changes))
-                        break
-                await asyncio.sleep(0.2)
+            self.facts.note("operator", "loosen", roles.RUN_ID, self.changes)
+            if run := (await self.fabric.board.runs()).get(roles.RUN_ID):
+                await self.fabric.board.create_run(run)
 
     # ---- processes
 
@@ -272,7 +278,7 @@ class World:
 
     def _fabric(self, name: str) -> SimFabric:
         """A client of the broker."""
-        return SimFabric(self.clock, broker=self.store, client_id=name)
+        return SimFabric(self.clock, broker=self.store, client_id=name, changes=self.changes)
 
     async def _contain(self, process: Process, work: Any) -> None:
         """Run a process to its end; one that ends by itself is started again, as a supervisor would."""
