@@ -48,11 +48,11 @@ BEAT_KEYS = "{rf}:workers {rf}:heartbeats {rf}:assignments {rf}:sharing {rf}:clo
 MEASURE = f"{BEAT} add_timings"
 MEASURE_KEYS = f"{BEAT_KEYS} {{run}}:timings {{run}}:told:*"
 LEAVE = "hexists hdel zrem hgetall"
-STATUS = "pttl get hgetall hmget hget hvals hlen hscan llen xlen xinfo|consumers zcard zrange"
+STATUS = "pttl get hgetall hmget hget hvals hlen hscan llen xlen xinfo|consumers xrevrange zcard zrange"
 STATUS_KEYS = (
     "{rf}:runs {rf}:deleted:* {rf}:workers {rf}:heartbeats {rf}:assignments {rf}:lends {rf}:sharing {rf}:plan "
-    "{rf}:clock {run}:run {run}:clock {run}:counters {run}:rewards {run}:leases {run}:completed {run}:consumers "
-    "{run}:dead {run}:trajectory:ready:* {run}:trajectory:held {run}:trajectory:deadline {run}:trajectory:suspects "
+    "{rf}:clock {rf}:events {run}:run {run}:clock {run}:counters {run}:rewards {run}:leases {run}:completed "
+    "{run}:consumers {run}:dead {run}:trajectory:ready:* {run}:trajectory:held {run}:trajectory:deadline {run}:trajectory:suspects "
     "{run}:turn:suspects {run}:turn:ready:* {run}:turn:homed_at {run}:turn:held"
 )
 TRAJECTORY_KEYS = (
@@ -95,7 +95,7 @@ TRAINER = Rights(
     "retry_dead open_publisher put_manifest advance_head set_head drop_version mend late_groups close_group add_event "
     "clock holders offer answer",
     commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
-    "mget get getrange xrevrange xread wait waitaof",
+    "mget get getrange xread wait waitaof",
     reads=f"{STATUS_KEYS} {{run}}:lengths {{weights}}:*",
     writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:consumers {run}:dead "
     "{run}:consumed {run}:open {run}:late {run}:clock {run}:group:* {run}:rollouts:* {run}:trajectory:* "
@@ -142,27 +142,27 @@ RIGHTS: dict[str, Rights] = {
         purpose="an api that shows; sees numbers and dead letters, neither tasks nor tokens nor weights",
         scripts="clock holders",
         commands=f"{STATUS} hkeys xread xrange",
-        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS}",
+        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:samples {HELD_KEYS}",
     ),
     "api-control": Rights(
         purpose="an api that also switches lending, and retries and discards dead letters",
         scripts="clock holders add_event set_lend retry_dead",
         commands=f"{STATUS} hkeys xread xrange hexists hdel",
-        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS}",
+        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:samples {HELD_KEYS}",
         writes=f"{{rf}}:lends {{rf}}:lease_bell:* {{rf}}:events {RETRY_KEYS}",
     ),
     "api-trajectories": Rights(
         purpose="an api that also does what api-control does, and shows trajectories: tasks, texts and tokens",
         scripts="clock holders add_event set_lend retry_dead look_begun",
-        commands=f"{STATUS} hkeys xread xrange xrevrange hexists hdel",
-        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:events {{rf}}:samples {HELD_KEYS} {TRAJECTORY_KEYS}",
+        commands=f"{STATUS} hkeys xread xrange hexists hdel",
+        reads=f"{STATUS_KEYS} {{run}}:timings {{rf}}:samples {HELD_KEYS} {TRAJECTORY_KEYS}",
         writes=f"{{rf}}:lends {{rf}}:lease_bell:* {{rf}}:events {RETRY_KEYS}",
     ),
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, runs, trace",
         scripts="look_begun push_group retry_dead clock holders add_event set_lend answer put_manifest drop_version "
         "mend",
-        commands=f"{STATUS} set hset hkeys hdel hexists xread xrange xrevrange scan unlink mget getrange get persist "
+        commands=f"{STATUS} set hset hkeys hdel hexists xread xrange scan unlink mget getrange get persist "
         "exists type lrange sscan zrem xdel lrem srem",  # the last words: to find and remove rows that cannot be read
         reads="",
         writes="{rf}:* {run}:* rq:*",

@@ -23,7 +23,7 @@ from ..broker.clients.translate import answers_of
 from ..broker.connection import translate
 from ..contract.agreement import Agreement
 from ..contract.errors import ConfigError, WireError
-from ..contract.ids import NAME
+from ..contract.ids import NAME, new_trace_id
 from ..contract.limits import EVENT_BYTES_MAX
 from ..contract.records import HeldLease, Lease, RunConfig, WorkerInfo
 from ..contract.sharing import LendSetting, SharingReport
@@ -95,7 +95,7 @@ class RedisLeaseBoard(RedisLeases):
             "when_stale": config.when_stale,
         }
         await self._client.hset(keys.run, mapping=limits)
-        for field, first in (("depth", 0), ("bytes", 0), ("head_version", -1)):
+        for field, first in (("depth", 0), ("bytes", 0), ("head_version", -1), ("made", new_trace_id())):
             await self._client.hsetnx(keys.run, field, first)
         ready = (*keys.trajectory.ready, *keys.turn.ready)
         for stream, group in (

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -25,7 +26,7 @@ from ..broker.connection import translate
 from ..contract.agreement import TokenDifferences
 from ..contract.clock import Clock, SystemClock
 from ..contract.errors import BrokerError, FabricError, FirstError, WireError
-from ..contract.ids import group_of, new_worker_id, trajectory_id
+from ..contract.ids import group_of, new_worker_id, shard_of, trajectory_id
 from ..contract.records import DeadLetter, Failure, Group, Rollout, RunConfig
 from ..contract.wire import dump_json, load_json
 from ..ports.queue import ConsumerBeat, Delivery, GroupPush
@@ -52,6 +53,7 @@ LOOK_BACK_S = 5.0  # how often a consumer asks for groups that it was sent but n
 PENDING_COUNT = 64  # of these looked at together
 DROP_COUNT = 500  # entries looked at behind one of no group
 TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
+SETTINGS_UNKNOWN = (None, None, None, None)  # where a key of another type stands
 NO_RUN = -2  # queue/lua/rollouts/push_group.lua: the run is not there
 NOT_HELD = -1  # queue/lua/rollouts/acknowledge.lua, and swap_group.lua
 KEPT_TOO_MUCH = 2  # queue/lua/rollouts/use/leave.lua
@@ -84,12 +86,16 @@ class RedisRolloutStream:
         self._durability = durability
         self._kept_bytes_max = run.kept_bytes_max // run.shard_count
         self._in_hand: set[tuple[int, bytes]] = set()  # received here, neither acknowledged nor put back
+        self._made: dict[int, str] = {}  # by shard: what tells this run from others of its name
         self._look_back_at_s: dict[str, float] = {}
         self._first_shard = 0  # that was read first when groups were taken last, counted on
         self._known_names: set[str] = set()  # that this client has consumed under
 
     async def push(self, groups: Sequence[GroupPush]) -> list[bool]:
-        answers = await self._push([self._push_call(group) for group in groups])
+        shards = [shard_of(group.group_id, self._run.shard_count) for group in groups]
+        await self._learn(shards)
+        calls = [self._push_call(group, self._made.get(shard, "")) for group, shard in zip(groups, shards, strict=True)]
+        answers = await self._push(calls)
         is_gone = any(isinstance(answer, list) and answer[0] == NO_RUN for answer in answers)
         gone = await unknown_run(self._client, self._run.run_id) if is_gone else None
         names = [group.group_id for group in groups]
@@ -127,19 +133,25 @@ class RedisRolloutStream:
                 answers[index] = answer
         return answers
 
-    def _push_call(self, group: GroupPush) -> Call:
+    async def _learn(self, shards: Iterable[int]) -> None:
+        """Look what tells this run from others of its name; what cannot be read now is looked for the next time."""
+        wanted = sorted({*shards} - self._made.keys())
+        looks: list[Command] = [("HGET", self._shards.all[shard].run, "made") for shard in wanted]
+        with contextlib.suppress(BrokerError), translate():
+            for shard, made in zip(wanted, await self._scripts.channel.ask_many(looks) if looks else (), strict=True):
+                if isinstance(made, bytes):
+                    self._made[shard] = made.decode("utf-8", "replace")
+
+    def _push_call(self, group: GroupPush, made: str) -> Call:
         keys = self._shards.of(group.group_id)
         facts = dump_json(_facts(group))
         size = len(group.jobs)
         deadline_ms = 0 if group.deadline_s is None else max(1, int(group.deadline_s * 1000))
-        args = [group.group_id, size, group.quorum or size, group.priority, deadline_ms, facts, *self._job_args(group)]
-        return "push_group", [keys, keys.of_group(group.group_id)], args
+        args = [group.group_id, size, group.quorum or size, group.priority, deadline_ms, facts, *self._rules(group)]
+        return "push_group", [keys, keys.of_group(group.group_id)], [*args, made, *_jobs(group)]
 
-    def _job_args(self, group: GroupPush) -> list[Any]:
-        args: list[Any] = [DEAD_COUNT_MAX, task_name(self._run, group.task_id), int(self._run.nearest_first)]
-        for job in group.jobs:
-            args += [job.trajectory_id, job.encode()]
-        return args
+    def _rules(self, group: GroupPush) -> list[Any]:
+        return [DEAD_COUNT_MAX, task_name(self._run, group.task_id), int(self._run.nearest_first)]
 
     def _verdict(self, group: GroupPush, answer: Any, gone: FabricError | None) -> bool | FabricError:
         """Say whether the group was new, or why it was refused; `gone`: the error if there is no such run."""
@@ -159,13 +171,18 @@ class RedisRolloutStream:
     async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
         is_new = consumer not in self._known_names
         taken_count, was_lost, namesakes, first_error = 0, False, dict[str, None](), FirstError()
-        for keys in self._shards.all:
+        await self._learn(range(self._run.shard_count))
+        for shard, keys in enumerate(self._shards.all):
             args: list[Any] = [consumer, self._client_id, int(duration_s * 1000), int(is_new), TAKE_COUNT]
+            args.append(self._made.get(shard, ""))
             count = TAKE_COUNT
             while count >= TAKE_COUNT:
                 count = 0
                 with first_error, translate():
-                    count, is_unknown, *found = await self._scripts.call("beat_consumer", [keys], args)
+                    count, *found = await self._scripts.call("beat_consumer", [keys], args)
+                    if count < 0:
+                        raise await unknown_run(self._client, self._run.run_id)
+                    is_unknown, *found = found
                     was_lost |= bool(is_unknown) and not is_new
                     namesakes.update(
                         dict.fromkeys(name.decode("utf-8", "replace").rpartition("/")[2] for name in found)
@@ -302,6 +319,8 @@ class RedisRolloutStream:
         answers = await self._look(rows)
         found: list[Delivery] = []
         gone: dict[int, list[bytes]] = {}
+        if any(self._is_another(row[0], settings[-1]) for row, (_, _, settings) in zip(rows, answers, strict=True)):
+            raise await unknown_run(self._client, self._run.run_id)
         for (shard, entry_id, group_id), (facts, made, settings) in zip(rows, answers, strict=True):
             if not facts:  # cancelled after it was complete, or acknowledged by a call whose answer was lost
                 gone.setdefault(shard, []).append(entry_id)
@@ -310,7 +329,7 @@ class RedisRolloutStream:
                 continue
             group = await self._group(group_id, facts, made, is_again=is_again)
             delivery = Delivery(group=group, shard=shard, entry_id=entry_id.decode(), holder=self._holder(consumer))
-            head_version, stale = self._stale(group, settings)
+            head_version, stale = self._stale(group, settings[:-1])
             if stale:
                 await self._rerun(delivery, stale, head_version, is_again=is_again)
                 continue
@@ -321,20 +340,26 @@ class RedisRolloutStream:
         return found
 
     async def _look(self, rows: Sequence[tuple[int, bytes, str]]) -> list[tuple[Any, Any, Any]]:
-        """Return of each group its facts, its rollouts, and what its shard says of the head and of staleness."""
+        """Return of each group its facts, its rollouts, and what its shard says of the head, staleness and itself."""
         commands: list[Command] = []
         for shard, _, group_id in rows:
             keys = self._shards.all[shard]
             commands += [("HGETALL", keys.group(group_id)), ("HGETALL", keys.rollouts(group_id))]
-            commands.append(("HMGET", keys.run, "head_version", "staleness", "when_stale"))
+            commands.append(("HMGET", keys.run, "head_version", "staleness", "when_stale", "made"))
         with translate():
             found = await self._scripts.channel.ask_many(commands)
             answers = checked([[] if is_wrong_type(each) else each for each in found])
-        return list(zip(answers[::3], answers[1::3], answers[2::3], strict=True))
+        settings = [each or SETTINGS_UNKNOWN for each in answers[2::3]]
+        return list(zip(answers[::3], answers[1::3], settings, strict=True))
+
+    def _is_another(self, shard: int, made: bytes | None) -> bool:
+        """Tell whether a shard is of a run that was made again under this one's name."""
+        known = self._made.get(shard)
+        return made is not None and known is not None and known.encode() != made
 
     def _stale(self, group: Group, settings: Sequence[bytes | None]) -> tuple[int, list[Rollout]]:
         """Return the head, and the rollouts that are too stale by the settings of now: others may change them."""
-        head, staleness, when_stale = settings or (None, None, None)
+        head, staleness, when_stale = settings
         read = BadRows()
         head_version = read.whole("", "", head, -1)
         if (when_stale or self._run.when_stale.encode()) != b"rerun":
@@ -428,7 +453,7 @@ class RedisRolloutStream:
         keys = self._shards.all[delivery.shard]
         assert keys == self._shards.of(group.group_id), "one script sees one shard"
         owners: list[Owner] = [keys, keys.of_group(delivery.group.group_id), keys.group(group.group_id)]
-        args = [*self._end_args(delivery), group.group_id, dump_json(_facts(group)), *self._job_args(group)]
+        args = [*self._end_args(delivery), group.group_id, dump_json(_facts(group)), *self._rules(group), *_jobs(group)]
         (answer,) = await self._push([("swap_group", owners, args)])
         if isinstance(answer, Exception):
             raise _translated(answer)
@@ -530,6 +555,10 @@ class RedisRolloutStream:
             ]
             answers = checked(await self._scripts.channel.ask_many(asked))
         return {name: "done" if answer else "unknown" for name, answer in zip(names, answers, strict=True)}
+
+
+def _jobs(group: GroupPush) -> list[Any]:
+    return [each for job in group.jobs for each in (job.trajectory_id, job.encode())]
 
 
 def _facts(group: GroupPush) -> dict[str, Any]:

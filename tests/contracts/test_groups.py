@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from rollfab.fabric.contract.errors import ClaimLost, InputError, QueueFull
+from rollfab.fabric.contract.errors import ClaimLost, InputError, QueueFull, RunUnknown
 from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import DeadLetter, Failure, Span, TokenLog
 from rollfab.fabric.ports.queue import Delivery, Exchange, GroupPush, TrajectoryClaim, TurnProgress
@@ -937,3 +937,31 @@ async def test_a_row_that_somebody_wrote_over_keeps_no_other_group_waiting(world
     await world.do("HSET", bad, "deadline", "soon", "quorum", "many", "completed", "none")
 
     assert await world.rollouts.retry(names) == dict.fromkeys(names, "done")
+
+
+@pytest.mark.parametrize("does", ["push", "beat", "receive"])
+async def test_a_client_of_a_deleted_run_is_refused_by_one_of_its_name(world: World, does: str) -> None:
+    # Given a client that has pushed and consumed, whose run is deleted and made again; the new one has a group to give
+    await push(world, "old", size=1)
+    await world.rollouts.beat("t", 60.0)
+    await world.board.delete_run("r1")
+    await world.board.create_run(world.run)
+    await world.again.push([group_of_size("g1", 1)])
+    (claim,) = await world.trajectories.claim("a1", 1)
+    assert await settle(world, claim)
+
+    # Then it can neither push nor consume, and says what has become of its run
+    calls = {
+        "push": lambda: world.rollouts.push([group_of_size("older", 1)]),
+        "beat": lambda: world.rollouts.beat("t", 60.0),
+        "receive": lambda: world.rollouts.receive("t", 1, 1.0),
+    }
+    with pytest.raises(RunUnknown, match=r"run 'r1' was deleted \d+ s ago"):
+        await calls[does]()
+
+    # And who opened the new one has its group
+    await world.again.beat("other", 60.0)
+    await pass_time(world, 65)
+    await world.again.beat("other", 60.0)
+    (delivery,) = await world.again.receive("other", 1, 1.0)
+    assert delivery.group.group_id == "g1"

@@ -655,6 +655,7 @@ async def test_who_still_works_for_a_deleted_run_can_write_nothing_into_one_of_i
     await world.board.delete_run("r1")
     await asyncio.sleep(1.1)  # fences begin with the machine's seconds
     await world.board.create_run(world.run)
+    world = world.view(world.run)
 
     # When others work for that, or the same ones again
     new, again = await claimed_turn(world)

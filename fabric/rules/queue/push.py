@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ...contract.errors import FabricError, InputError, QueueFull, RunUnknown
-from ...contract.records import RunConfig
 from ...contract.text import counted, did_you_mean
+
+if TYPE_CHECKING:  # the command line shows refusals, and needs no arrays for that
+    from ...contract.records import RunConfig
 
 DEAD_COUNT_MAX = 10_000  # per shard; each holds a task and a traceback, so this bounds them to tens of megabytes
 
