@@ -52,8 +52,8 @@ STATUS = "pttl get hgetall hmget hget hvals hlen hscan llen xlen xinfo|consumers
 STATUS_KEYS = (
     "{rf}:runs {rf}:deleted:* {rf}:workers {rf}:heartbeats {rf}:assignments {rf}:lends {rf}:sharing {rf}:plan "
     "{rf}:clock {rf}:events {run}:run {run}:clock {run}:counters {run}:rewards {run}:leases {run}:completed "
-    "{run}:consumers {run}:dead {run}:trajectory:ready:* {run}:trajectory:held {run}:trajectory:deadline {run}:trajectory:suspects "
-    "{run}:turn:suspects {run}:turn:ready:* {run}:turn:homed_at {run}:turn:held"
+    "{run}:consumers {run}:dead {run}:trajectory:ready:* {run}:trajectory:held {run}:trajectory:deadline "
+    "{run}:trajectory:suspects {run}:turn:suspects {run}:turn:ready:* {run}:turn:homed_at {run}:turn:held"
 )
 TRAJECTORY_KEYS = (
     "{run}:begun {run}:group:* {run}:rollouts:* {run}:kept {run}:kept:row:* {run}:kept:rollouts:* {run}:trajectory:* "

@@ -39,6 +39,7 @@ class TrajectoryChecker:
 
     def __init__(self, facts: Facts, turns: TurnChecker) -> None:
         self._facts = facts
+        self._strictest = facts.options
         self._turns = turns
         self.trajectories: dict[str, Trajectory] = {}
         self._deadlines: dict[str, float] = {}
@@ -218,7 +219,8 @@ class TrajectoryChecker:
                 self._begin_again(name, each, each.attempt)
 
     def _is_stale(self, version: int) -> bool:
-        options = self._facts.options
+        """Tell whether it may run again: it was looked at by the settings of then, if somebody has loosened them since."""
+        options = self._strictest
         return options.when_stale == "rerun" and self._facts.head_version - version > options.staleness
 
     def _begin_again(self, name: str, each: Trajectory, attempt: int) -> None:
