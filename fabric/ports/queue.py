@@ -48,8 +48,8 @@ NotPushed = Literal["lost", "over"]  # the trajectory's claim is lost; the traje
 class TrajectoryClaim:
     """An agent's hold on one trajectory.
 
-    waited_s: since it became ready, by the broker's clock; None: not known. turns: what earlier claims of this attempt
-    settled, to be replayed. turn_count_max: of its turns, in all claims.
+    is_first: nobody has held it before. waited_s: since it became ready, by the broker's clock; None: not known. turns:
+    what earlier claims of this attempt settled, to be replayed. turn_count_max: of its turns, in all claims.
     """
 
     job: TrajectoryJob
@@ -57,6 +57,7 @@ class TrajectoryClaim:
     fence: int
     attempt: int
     loss: int
+    is_first: bool = True
     waited_s: float | None = None
     snapshot: bytes | None = None
     turns: tuple[TurnResult, ...] = ()

@@ -23,7 +23,7 @@ from ..broker.clients.translate import answers_of
 from ..broker.connection import translate
 from ..contract.agreement import Agreement
 from ..contract.errors import ConfigError, WireError
-from ..contract.ids import NAME, new_trace_id
+from ..contract.ids import NAME
 from ..contract.limits import EVENT_BYTES_MAX
 from ..contract.records import HeldLease, Lease, RunConfig, WorkerInfo
 from ..contract.sharing import LendSetting, SharingReport
@@ -53,6 +53,7 @@ from .status import details_of, queue_status, read_status, sum_up, unknown_run
 
 log = logging.getLogger(__name__)
 
+OUTLAST_MS = 200  # two steps of what a run's fences go on from: queue/lua/use/first.lua
 NOTICED_S = 1.0  # after this long workers and controllers look for a deleted run no more
 
 
@@ -73,6 +74,7 @@ class RedisLeaseBoard(RedisLeases):
             raw = await self._client.hget(names.RUNS, config.run_id)
             is_new = False
             if raw is None:  # its shards first: whoever finds the run finds its streams
+                await self._outlast(config.run_id)
                 await self._create_shards(config)
                 is_new = await self._client.hsetnx(names.RUNS, config.run_id, config.encode())
                 raw = None if is_new else await self._client.hget(names.RUNS, config.run_id)
@@ -83,11 +85,18 @@ class RedisLeaseBoard(RedisLeases):
             await self._create_shards(config)  # again: a deletion of an older one may have removed them in between
         return config
 
-    async def _create_shards(self, config: RunConfig) -> None:
-        for keys in RunShards(config.run_id, config.shard_count).all:
-            await self._create_shard(keys, config)
+    async def _outlast(self, run_id: str) -> None:
+        """Wait until no run of this name was deleted within the tenth of a second that tells runs apart."""
+        left_ms = await self._client.pttl(names.deleted_run(run_id))
+        if names.DELETED_TTL_MS - left_ms <= OUTLAST_MS:
+            await asyncio.sleep(OUTLAST_MS / 1000)
 
-    async def _create_shard(self, keys: ShardKeys, config: RunConfig) -> None:
+    async def _create_shards(self, config: RunConfig) -> None:
+        first_fence = await self.wall_ms() // 100
+        for keys in RunShards(config.run_id, config.shard_count).all:
+            await self._create_shard(keys, config, first_fence)
+
+    async def _create_shard(self, keys: ShardKeys, config: RunConfig, first_fence: int) -> None:
         limits = {
             "depth_max": config.trajectory_count_max // config.shard_count,
             "bytes_max": config.memory_bytes_max // config.shard_count,
@@ -95,7 +104,7 @@ class RedisLeaseBoard(RedisLeases):
             "when_stale": config.when_stale,
         }
         await self._client.hset(keys.run, mapping=limits)
-        for field, first in (("depth", 0), ("bytes", 0), ("head_version", -1), ("made", new_trace_id())):
+        for field, first in (("depth", 0), ("bytes", 0), ("head_version", -1), ("first_fence", first_fence)):
             await self._client.hsetnx(keys.run, field, first)
         ready = (*keys.trajectory.ready, *keys.turn.ready)
         for stream, group in (

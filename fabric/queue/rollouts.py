@@ -86,7 +86,7 @@ class RedisRolloutStream:
         self._durability = durability
         self._kept_bytes_max = run.kept_bytes_max // run.shard_count
         self._in_hand: set[tuple[int, bytes]] = set()  # received here, neither acknowledged nor put back
-        self._made: dict[int, str] = {}  # by shard: what tells this run from others of its name
+        self._first_fences: dict[int, str] = {}  # by shard: they tell this run from others of its name
         self._look_back_at_s: dict[str, float] = {}
         self._first_shard = 0  # that was read first when groups were taken last, counted on
         self._known_names: set[str] = set()  # that this client has consumed under
@@ -94,7 +94,10 @@ class RedisRolloutStream:
     async def push(self, groups: Sequence[GroupPush]) -> list[bool]:
         shards = [shard_of(group.group_id, self._run.shard_count) for group in groups]
         await self._learn(shards)
-        calls = [self._push_call(group, self._made.get(shard, "")) for group, shard in zip(groups, shards, strict=True)]
+        calls = [
+            self._push_call(group, self._first_fences.get(shard, ""))
+            for group, shard in zip(groups, shards, strict=True)
+        ]
         answers = await self._push(calls)
         is_gone = any(isinstance(answer, list) and answer[0] == NO_RUN for answer in answers)
         gone = await unknown_run(self._client, self._run.run_id) if is_gone else None
@@ -135,20 +138,20 @@ class RedisRolloutStream:
 
     async def _learn(self, shards: Iterable[int]) -> None:
         """Look what tells this run from others of its name; what cannot be read now is looked for the next time."""
-        wanted = sorted({*shards} - self._made.keys())
-        looks: list[Command] = [("HGET", self._shards.all[shard].run, "made") for shard in wanted]
+        wanted = sorted({*shards} - self._first_fences.keys())
+        looks: list[Command] = [("HGET", self._shards.all[shard].run, "first_fence") for shard in wanted]
         with contextlib.suppress(BrokerError), translate():
-            for shard, made in zip(wanted, await self._scripts.channel.ask_many(looks) if looks else (), strict=True):
-                if isinstance(made, bytes):
-                    self._made[shard] = made.decode("utf-8", "replace")
+            for shard, found in zip(wanted, await self._scripts.channel.ask_many(looks) if looks else (), strict=True):
+                if isinstance(found, bytes):
+                    self._first_fences[shard] = found.decode("utf-8", "replace")
 
-    def _push_call(self, group: GroupPush, made: str) -> Call:
+    def _push_call(self, group: GroupPush, first_fence: str) -> Call:
         keys = self._shards.of(group.group_id)
         facts = dump_json(_facts(group))
         size = len(group.jobs)
         deadline_ms = 0 if group.deadline_s is None else max(1, int(group.deadline_s * 1000))
         args = [group.group_id, size, group.quorum or size, group.priority, deadline_ms, facts, *self._rules(group)]
-        return "push_group", [keys, keys.of_group(group.group_id)], [*args, made, *_jobs(group)]
+        return "push_group", [keys, keys.of_group(group.group_id)], [*args, first_fence, *_jobs(group)]
 
     def _rules(self, group: GroupPush) -> list[Any]:
         return [DEAD_COUNT_MAX, task_name(self._run, group.task_id), int(self._run.nearest_first)]
@@ -174,7 +177,7 @@ class RedisRolloutStream:
         await self._learn(range(self._run.shard_count))
         for shard, keys in enumerate(self._shards.all):
             args: list[Any] = [consumer, self._client_id, int(duration_s * 1000), int(is_new), TAKE_COUNT]
-            args.append(self._made.get(shard, ""))
+            args.append(self._first_fences.get(shard, ""))
             count = TAKE_COUNT
             while count >= TAKE_COUNT:
                 count = 0
@@ -345,17 +348,17 @@ class RedisRolloutStream:
         for shard, _, group_id in rows:
             keys = self._shards.all[shard]
             commands += [("HGETALL", keys.group(group_id)), ("HGETALL", keys.rollouts(group_id))]
-            commands.append(("HMGET", keys.run, "head_version", "staleness", "when_stale", "made"))
+            commands.append(("HMGET", keys.run, "head_version", "staleness", "when_stale", "first_fence"))
         with translate():
             found = await self._scripts.channel.ask_many(commands)
             answers = checked([[] if is_wrong_type(each) else each for each in found])
         settings = [each or SETTINGS_UNKNOWN for each in answers[2::3]]
         return list(zip(answers[::3], answers[1::3], settings, strict=True))
 
-    def _is_another(self, shard: int, made: bytes | None) -> bool:
+    def _is_another(self, shard: int, first_fence: bytes | None) -> bool:
         """Tell whether a shard is of a run that was made again under this one's name."""
-        known = self._made.get(shard)
-        return made is not None and known is not None and known.encode() != made
+        known = self._first_fences.get(shard)
+        return first_fence is not None and known is not None and known.encode() != first_fence
 
     def _stale(self, group: Group, settings: Sequence[bytes | None]) -> tuple[int, list[Rollout]]:
         """Return the head, and the rollouts that are too stale by the settings of now: others may change them."""

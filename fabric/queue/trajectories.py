@@ -70,19 +70,22 @@ class RedisTrajectoryQueue:
             with first_error, translate():
                 answer = await self._scripts.call("claim", [keys, keys.trajectory], args)
                 for row in answer[3:]:
-                    claim = await self._claim(worker_id, keys, row, wall_ms=answer[1])
+                    claim = await self._claim(worker_id, keys, row, wall_ms=answer[1], first_fence=answer[2])
                     claims += [claim] if claim is not None else []
         if not claims:
             first_error.raise_it()
         return claims
 
-    async def _claim(self, worker_id: str, keys: ShardKeys, row: list[Any], *, wall_ms: int) -> TrajectoryClaim | None:
+    async def _claim(
+        self, worker_id: str, keys: ShardKeys, row: list[Any], *, wall_ms: int, first_fence: int
+    ) -> TrajectoryClaim | None:
         """Read a claim; None if part of it is unreadable: then the trajectory was given up."""
         raw_name, fence, attempt, loss, raw, (snapshot, *_), entry_id = row
+        is_first = bool(fence == first_fence + 1)
         try:
             job = job_row(raw_name, raw)
             self._shards.check(job.trajectory_id, keys)
-            turns = await self._settled_turns(keys, job.trajectory_id) if fence > 1 else ()
+            turns = await self._settled_turns(keys, job.trajectory_id) if not is_first else ()
         except WireError as error:
             await self._give_up(worker_id, keys, raw_name, fence, raw, f"{GIVEN_UP['damaged']}: {error}")
             return None
@@ -90,6 +93,7 @@ class RedisTrajectoryQueue:
             job=job,
             worker_id=worker_id,
             fence=fence,
+            is_first=is_first,
             attempt=attempt,
             loss=loss,
             waited_s=waited_s(entry_id, wall_ms),

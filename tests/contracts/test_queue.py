@@ -653,7 +653,6 @@ async def test_who_still_works_for_a_deleted_run_can_write_nothing_into_one_of_i
     # Given an agent and a worker with claims of a run that is deleted, and made again with the same group
     old, turn = await claimed_turn(world)
     await world.board.delete_run("r1")
-    await asyncio.sleep(1.1)  # fences begin with the machine's seconds
     await world.board.create_run(world.run)
     world = world.view(world.run)
 
@@ -667,3 +666,11 @@ async def test_who_still_works_for_a_deleted_run_can_write_nothing_into_one_of_i
     assert await world.trajectories.fail("g1.0", old.fence, letter_of(old), is_final=True) == "lost"
     assert not (await world.turns.exchange("w1", settles=[TurnSettle(claim=again, result=result_of("g1.0.0"))])).refused
     assert await world.trajectories.settle(new, rollout_of(new), is_scored=True)
+
+
+async def test_a_claim_says_whether_it_is_the_first(world: World) -> None:
+    claim = await held_one(world)
+    assert claim.is_first
+    await world.trajectories.release("a1", [claim])
+    (again,) = await world.trajectories.claim("a1", 1)
+    assert not again.is_first

@@ -177,7 +177,7 @@ class Carriers:
     async def _claim(self, want: int) -> bool:
         for claim in await self._trajectories.claim(self._worker_id, want, is_inside=False):
             self.claims[claim.job.trajectory_id] = claim
-            if claim.fence == 1:
+            if claim.is_first:
                 self._spare.append(claim)
             else:
                 self._forget(claim)

@@ -38,7 +38,7 @@ class CapacityChecker:
     """Promises 6 and 7, and the bounds on staleness."""
 
     def __init__(self, run_id: str, facts: Facts, turns: TurnChecker) -> None:
-        self._run_id = run_id
+        self._run_id, self._strictest = run_id, facts.options
         self._facts = facts
         self._turns = turns
         self._leases: dict[str, Lent] = {}
@@ -167,7 +167,7 @@ class CapacityChecker:
         require(min(numbers.values()) >= 0, f"a number is negative: {numbers}")
         for name, total in self._counters.items():
             now = status.counters.get(name, 0)
-            is_rerun = name in TAKEN_BACK and self._facts.options.when_stale == "rerun"
+            is_rerun = name in TAKEN_BACK and self._strictest.when_stale == "rerun"
             is_taken_back = is_rerun or (name in RETRIED and self._facts.options.retries)
             require(now >= total or is_taken_back, f"total {name} went from {total} to {now}")
         self._counters = dict(status.counters)

@@ -219,7 +219,7 @@ class TrajectoryChecker:
                 self._begin_again(name, each, each.attempt)
 
     def _is_stale(self, version: int) -> bool:
-        """Tell whether it may run again: it was looked at by the settings of then, if somebody has loosened them since."""
+        """Tell whether it may run again: what somebody has loosened since was not so when it was looked at."""
         options = self._strictest
         return options.when_stale == "rerun" and self._facts.head_version - version > options.staleness
 

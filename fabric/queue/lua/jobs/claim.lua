@@ -4,12 +4,12 @@
 -- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it. Of one
 -- class, turns that wait for this worker are the first; what is beyond its share, and what pays here, the last of all.
 -- Returns {1, wall_ms, next_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights too
--- old. next_ms: when a turn of others may be taken, or -1. An entry's id begins with the machine's time as its job became
+-- old. next_ms: when a turn of others may be taken, or -1; of trajectories: their first fence. An entry's id begins with the machine's time as its job became
 -- ready; suspects have none. What has no record, or is not ready, is dropped; what cannot be read is the reaper's.
 -- keys shard.begun shard.clock shard.lease_slots shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log
 -- keys jobs.ready jobs.record jobs.suspects
 -- flags allow-oom
--- use batch parts count record look time limit suspect share homed strays ready
+-- use batch parts count record look time limit suspect share homed strays ready first
 local worker, want, claim_ms, class_count, is_turn = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), 3, ARGV[4] ~= '-'
 local now, wall = now_ms(shard.clock)
 local some_wait, room = is_turn and redis.call('ZRANGE', shard.turn_homed_at, 0, 0)[1], math.huge -- for their homes
@@ -53,7 +53,7 @@ call_in_parts('ZADD', jobs.deadline, deadlines)
 for n = 1, #begun, 2 do redis.call('ZADD', shard.begun, 'NX', begun[n], begun[n + 1]) end
 if #taken > 0 then tally(jobs.held, worker, #taken) end
 
-local answer, texts, logs = {1, wall, next_ms}, fetch_all(jobs.job, taken), fetch_logs(jobs.log, taken)
+local answer, texts, logs = {1, wall, is_turn and next_ms or first_fence()}, fetch_all(jobs.job, taken), fetch_logs(jobs.log, taken)
 for n, id in ipairs(taken) do
   answer[n + 3] = {id, records[id].fence, records[id].attempt, records[id].loss, texts[n], logs[n], since[id] or false}
 end

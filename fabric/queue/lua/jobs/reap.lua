@@ -21,8 +21,8 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', jobs.deadline, '-inf', now, 'LIM
     redis.call('ZADD', jobs.deadline, count_from_ms, id)
     what = nil
   elseif not r and is_job(id) and redis.call('HEXISTS', jobs.record, id) == 1 then
-    -- a fence above all that it can have had: see enter.lua
-    r, what, is_odd = new_record(ARGV[6] and math.floor(now / 1000) + 1000000 or now * 100), 'damaged', true
+    -- a fence above all that it can have had: see first.lua
+    r, what, is_odd = new_record(ARGV[6] and math.floor(now / 100) + 1000000 or now * 1000), 'damaged', true
     keep_to_give_up(id, r, reaper, now + claim_ms)
   elseif not is_claim then
     redis.call('ZREM', jobs.deadline, id)

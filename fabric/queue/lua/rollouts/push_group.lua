@@ -1,14 +1,14 @@
 -- push_group(group_id, size, quorum, priority, deadline_ms | 0, task, dead_count_max, task_name | '',
---   nearest_first 0 | 1, made | '', then per trajectory: id, job)
+--   nearest_first 0 | 1, first_fence | '', then per trajectory: id, job)
 -- Take a group and all its trajectories in, once. At the broker's memory limit it is refused whole.
--- made: of the run that the caller knows; one that was made again under its name is another.
+-- first_fence: of the run that the caller knows; one that was made again under its name has another.
 -- Returns {1} taken · {0, its task where that is another, or ''} known already · {-1, depth, depth_max, size} · {-2} no such run ·
 -- {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight}; below 0 nothing is written
 -- keys shard.clock shard.consumed shard.counters shard.dead shard.late shard.lengths shard.open shard.run group.row
 -- keys trajectory.bell trajectory.job trajectory.ready trajectory.record
--- use batch count record look time ring length enter
+-- use batch count record look time ring length first enter
 local group_id, size, task = ARGV[1], tonumber(ARGV[2]), ARGV[6]
-if ARGV[10] ~= '' and redis.call('HGET', shard.run, 'made') ~= ARGV[10] then return {-2} end
+if ARGV[10] ~= '' and redis.call('HGET', shard.run, 'first_fence') ~= ARGV[10] then return {-2} end
 if redis.call('EXISTS', group.row) == 1 or redis.call('ZSCORE', shard.consumed, group_id) then
   tally(shard.run, 'depth', 0)  -- a write, for the WAIT that may follow to wait for
   local known = redis.call('HGET', group.row, 'task')

@@ -11,7 +11,7 @@
 -- keys shard.run group.kept_rollouts group.kept_row group.rollouts group.row trajectory.bell trajectory.job
 -- keys trajectory.ready trajectory.record next_row
 -- flags allow-oom
--- use batch count record look time ring length holder leave enter
+-- use batch count record look time ring length holder leave first enter
 local next_id, task, at = ARGV[7], ARGV[8], 12
 local g = redis.call('HMGET', group.row, 'size', 'bytes', 'state', 'quorum', 'priority', 'pushed', 'deadline')
 local there = redis.call('HGET', next_row, 'task') or (redis.call('ZSCORE', shard.consumed, next_id) and task) or ''

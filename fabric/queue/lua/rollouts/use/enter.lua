@@ -1,6 +1,4 @@
--- How a group comes into a run: the checks are its caller's. Needs record, time, ring and length before it.
--- Fences begin with the machine's seconds, above all that a run of this name had which was deleted: whoever still
--- works for that one can write nothing here.
+-- How a group comes into a run: the checks are its caller's. Needs record, time, ring, length and first before it.
 -- row: its key. like: quorum, priority and deadline_ms (0: none). at: where in ARGV its trajectories begin, each id, job.
 -- keys shard.clock shard.counters shard.late shard.open shard.run trajectory.bell trajectory.job trajectory.ready
 -- keys trajectory.record
@@ -11,9 +9,9 @@ local function weight_of(task, at)
 end
 
 local function enter(row, group_id, task, like, order, at)
-  local ids, jobs, records, now, wall = {}, {}, {}, now_ms(shard.clock, true)
+  local ids, jobs, records, first, now = {}, {}, {}, first_fence(), now_ms(shard.clock, true)
   for i = at, #ARGV, 2 do
-    ids[#ids + 1], records[ARGV[i]] = ARGV[i], new_record(math.floor(wall / 1000))
+    ids[#ids + 1], records[ARGV[i]] = ARGV[i], new_record(first)
     add_pair(jobs, ARGV[i], ARGV[i + 1])
   end
   local size, weight = #ids, weight_of(task, at)
