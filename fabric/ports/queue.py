@@ -395,14 +395,17 @@ class TurnQueue(Protocol):
         want: int = 0,
         lease_epoch: int = 0,
         active_version: int = -1,
+        weights_epoch: int = 0,
         takes_suspect: bool = True,
         us_per_token: int = 0,
     ) -> Exchange:
         """Hand in what finished, keep what runs, take what is ready: one round trip.
 
-        takes_suspect: whether one of those taken may be a suspect (rules/queue/retries.py); a worker holds one at a
-        time. us_per_token: what this worker pays for a token of a prompt, where the run
-        wants prefix affinity, or 0 (rules/queue/placement.py).
+        weights_epoch: of the publisher that made the active version the head, 0: not said. Who holds weights of an
+        earlier one is given nothing: by this version it, or a run of this name, may have meant others. takes_suspect:
+        whether one of those taken may be a suspect (rules/queue/retries.py); a worker holds one at a time.
+        us_per_token: what this worker pays for a token of a prompt, where the run wants prefix affinity, or 0
+        (rules/queue/placement.py).
         """
         ...
 

@@ -92,11 +92,11 @@ class RedisLeaseBoard(RedisLeases):
             await asyncio.sleep(OUTLAST_MS / 1000)
 
     async def _create_shards(self, config: RunConfig) -> None:
-        first_fence = await self.wall_ms() // 100
+        made_ms = await self.wall_ms()
         for keys in RunShards(config.run_id, config.shard_count).all:
-            await self._create_shard(keys, config, first_fence)
+            await self._create_shard(keys, config, made_ms)
 
-    async def _create_shard(self, keys: ShardKeys, config: RunConfig, first_fence: int) -> None:
+    async def _create_shard(self, keys: ShardKeys, config: RunConfig, made_ms: int) -> None:
         limits = {
             "depth_max": config.trajectory_count_max // config.shard_count,
             "bytes_max": config.memory_bytes_max // config.shard_count,
@@ -104,7 +104,13 @@ class RedisLeaseBoard(RedisLeases):
             "when_stale": config.when_stale,
         }
         await self._client.hset(keys.run, mapping=limits)
-        for field, first in (("depth", 0), ("bytes", 0), ("head_version", -1), ("first_fence", first_fence)):
+        for field, first in (
+            ("depth", 0),
+            ("bytes", 0),
+            ("head_version", -1),
+            ("first_fence", made_ms // 100),
+            ("moved_by", made_ms),
+        ):
             await self._client.hsetnx(keys.run, field, first)
         ready = (*keys.trajectory.ready, *keys.turn.ready)
         for stream, group in (

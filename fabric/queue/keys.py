@@ -29,7 +29,7 @@ Fabric: tag {rf}
 Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:run            HASH   head_version, staleness, when_stale, depth (trajectories not yet consumed) and
                                    depth_max, bytes (jobs and rollouts of open and waiting groups), bytes_max and
-                                   kept_bytes. first_fence: see use/first.lua.
+                                   kept_bytes. first_fence: see use/first.lua. moved_by: as in rf:{run.w}:head.
                                    weights: of the head, by its digest (format/manifest.py, state_digest).
                                    Shard 0: agreement (Agreement), as a trainer compared last.
   rf:{run.s}:clock          STRING as rf:{rf}:clock.

@@ -139,6 +139,7 @@ class RedisTurnQueue:
         want: int = 0,
         lease_epoch: int = 0,
         active_version: int = -1,
+        weights_epoch: int = 0,
         takes_suspect: bool = True,
         us_per_token: int = 0,
     ) -> Exchange:
@@ -154,8 +155,9 @@ class RedisTurnQueue:
                 calls["renew"] = self._renew_call(worker_id, keys, kept)
             if want_here > 0:
                 may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in outcome.claims))
+                more: list[Argument] = [SUSPECT_LOSS_COUNT, us_per_token, weights_epoch or ""]
                 terms: list[Argument] = [worker_id, want_here, self._claim_ms, lease_epoch, active_version, may_be, 1]
-                calls["claim"] = "claim", [keys, keys.turn], [*terms, SUSPECT_LOSS_COUNT, us_per_token]
+                calls["claim"] = "claim", [keys, keys.turn], [*terms, *more]
             with first_error, translate():
                 answers = await self._scripts.call_many(list(calls.values())) if calls else []
                 answer_of = dict(zip(calls, answers, strict=True))

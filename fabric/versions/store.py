@@ -130,7 +130,7 @@ class RedisWeightStore(RedisWeightBoard):
             answer = await self._scripts.call("advance_head", [keys], args)
             _require(answer, manifest)
             for shard in range(shard_count):
-                told: list[Argument] = [link.version, manifest.state_digest]
+                told: list[Argument] = [link.version, manifest.state_digest, link.epoch]
                 await self._scripts.call("set_head", [ShardKeys(manifest.run_id, shard)], told)
 
     async def held(self, run_id: str) -> list[tuple[int, str]]:

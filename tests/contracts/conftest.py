@@ -35,7 +35,7 @@ class World:
     rollouts: Any
     reading: Any
     again: Any  # a second view of the rollouts, as a restarted trainer has
-    set_head: Callable[[int], Awaitable[None]]  # as a publisher's last step does
+    set_head: Callable[..., Awaitable[None]]  # a version, and its publisher's epoch: as a publisher's last step does
     set_clock_ahead: Callable[[float], Awaitable[None]]  # somebody sets the broker machine's time, by seconds
     do: Callable[..., Awaitable[Any]]  # a command of somebody who writes there
     view: Callable[[RunConfig], World]  # the same broker with other settings of the run
@@ -106,12 +106,15 @@ async def empty_broker(request: pytest.FixtureRequest) -> Any:
     return client
 
 
+HEAD_EPOCH = 1
+
+
 def on_redis(client: Any, run: RunConfig) -> World:
     """A world on the broker of a client."""
 
-    async def set_head(version: int) -> None:
+    async def set_head(version: int, epoch: int = HEAD_EPOCH) -> None:
         for keys in RunShards(run.run_id, run.shard_count).all:
-            await Scripts(client).call("set_head", [keys], [version, ""])
+            await Scripts(client).call("set_head", [keys], [version, "", epoch])
 
     async def set_clock_ahead(seconds: float) -> None:
         """To the broker it is all one whether its machine's time goes forward or what it remembers of it goes back."""

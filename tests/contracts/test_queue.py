@@ -674,3 +674,25 @@ async def test_a_claim_says_whether_it_is_the_first(world: World) -> None:
     await world.trajectories.release("a1", [claim])
     (again,) = await world.trajectories.claim("a1", 1)
     assert not again.is_first
+
+
+async def test_a_worker_that_holds_weights_of_an_earlier_publisher_gets_no_turn(world: World) -> None:
+    """A run made again, or a fail-over that lost a version, may have other weights under the same number."""
+    # Given a version that a publisher has made the head, and one of the same number by an earlier publisher
+    for epoch in (20, 10):
+        await world.set_head(3, epoch)
+    await held_one(world, asks=True)
+    await lease(world)
+
+    # Then who holds the earlier one's gets nothing, and is told of the head
+    outcome = await world.turns.exchange("w1", want=1, lease_epoch=1, active_version=3, weights_epoch=10)
+    assert (outcome.claims, outcome.behind) == ([], 3)
+    outcome = await world.turns.exchange("w1", want=1, lease_epoch=1, active_version=3, weights_epoch=20)
+    assert len(outcome.claims) == 1
+
+
+async def test_a_run_that_has_no_weights_yet_gives_no_turn_to_who_holds_an_older_run_s(world: World) -> None:
+    await held_one(world, asks=True)
+    await lease(world)
+    outcome = await world.turns.exchange("w1", want=1, lease_epoch=1, active_version=3, weights_epoch=1)
+    assert (outcome.claims, outcome.behind) == ([], -1)

@@ -34,6 +34,7 @@ class Guest:
 
     Attributes:
         served: its turns.
+        moved_by: epoch of the publisher whose versions are known; 0: none are.
     """
 
     def __init__(self, served: ServedRun, store: WeightStore, clock: Clock, changed: Callable[[], None]) -> None:
@@ -43,6 +44,7 @@ class Guest:
         self._clock = clock
         self._changed = changed
         self._head: Head | None = None
+        self.moved_by = 0
         self._sums: dict[int, Sums] = {}
         self._answer: tuple[Sums, int] | None = None  # the last one, until other versions are known
         self._task: asyncio.Task[None] | None = None
@@ -84,6 +86,7 @@ class Guest:
             return
         if before is not None and (head.moved_by != before.moved_by or head.version <= before.version):
             self._sums, self._answer = {}, None
+        self.moved_by = head.moved_by
         names = [name for name in await self._store.held(run_id) if name[0] == head.version]
         for manifest in (await readable(self._store, run_id, names)).values():
             self._sums[manifest.version] = manifest.sums

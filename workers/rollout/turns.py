@@ -191,6 +191,7 @@ class RunningTurns:
         *,
         lease_epoch: int,
         active_version: int,
+        weights_epoch: int,
         is_guest: bool = False,
     ) -> bool:
         """Make one round trip: hand in the turns that have ended, renew those that run, claim ready ones; begin these.
@@ -200,6 +201,7 @@ class RunningTurns:
             free: returns how many turns may be claimed, given how many are handed in now: the same round trip claims
                 turns for the slots that this frees.
             active_version: of the live weights, by the name that this run has for them.
+            weights_epoch: of the publisher that made that version the run's head.
             is_guest: the engine names these weights as another run does.
 
         Returns:
@@ -221,6 +223,7 @@ class RunningTurns:
             want=want,
             lease_epoch=lease_epoch,
             active_version=active_version,
+            weights_epoch=weights_epoch,
             takes_suspect=not any(is_suspect(turn.claim.loss) for turn in self._turns.values()),
             us_per_token=self._prefill.us_per_token if run.prefix_affinity else 0,
         )

@@ -98,6 +98,7 @@ class WeightReceiver:
 
     Attributes:
         version: the version live in the engine, -1 before the first.
+        moved_by: the epoch of the publisher that made it the head.
         head_version: the head as last seen.
         last: report of the last commit.
         ready_s: what it took from `start` until a version was live; None: none is yet.
@@ -153,7 +154,7 @@ class WeightReceiver:
         self._attend = attend
         self._may_stage_by_ranks = may_stage_by_ranks
         self._reader = ChainReader(store, run_id)
-        self._moved_by = 0
+        self.moved_by = 0
         self._epoch = 0  # of the publisher in charge, as last seen
         self._commit_count = 0
         self._audited_version = -1  # the last one that an audit, or a step towards it, was considered at
@@ -241,7 +242,7 @@ class WeightReceiver:
         if head.epoch != self._epoch:
             # Only another publisher can give a version that was lost another meaning under its old name.
             self._epoch, self._reader = head.epoch, ChainReader(self._store, self._run_id)
-        is_other = head.version == self.version and head.moved_by != self._moved_by
+        is_other = head.version == self.version and head.moved_by != self.moved_by
         if not self._is_in_doubt and (head.version < self.version or is_other):
             # A broker that lost its last writes: the version that we hold may mean other weights by now.
             log.warning("weights.head_went_back", extra={"run_id": self._run_id, "head_version": head.version})
@@ -417,7 +418,7 @@ class WeightReceiver:
     def _hold(self, version: int, head: Head, sums: Sums) -> None:
         """The engine holds `version` now, for certain."""
         self._commit_count += 1
-        self.version, self._moved_by = version, head.moved_by
+        self.version, self.moved_by = version, head.moved_by
         if self.ready_s is None:
             self.ready_s = self._clock.now_s() - self._started_s
         self._is_in_doubt, self._sums = False, sums  # last: `stamp` is read by threads, too

@@ -186,6 +186,7 @@ class RolloutWorker:
             partial(self._free_count, served),
             lease_epoch=lease.lease_epoch if lease else 0,
             active_version=self._version_of(served),
+            weights_epoch=self._epoch_of(served),
             is_guest=is_guest,
         )
         if not has_lease:
@@ -203,6 +204,12 @@ class RolloutWorker:
         sums = receiver.live_sums
         guest = next(guest for guest in self._guests if guest.served is served)
         return -1 if sums is None or self._guests_must_leave else guest.version_of(sums)
+
+    def _epoch_of(self, served: ServedRun) -> int:
+        """Return the epoch of the publisher that made that version the run's head; 0: not known."""
+        if served is self._first:
+            return self._receiver.moved_by if self._receiver is not None else 0
+        return next(guest.moved_by for guest in self._guests if guest.served is served)
 
     # ---- leases
 

@@ -35,6 +35,9 @@ RUN = RunConfig(run_id="lake", model="tiny", environment="frozenlake", staleness
 GROUP = 4
 
 
+HEAD_EPOCH = 1
+
+
 class Stand:
     """A run, and what the roles of a fabric say and do about it. Everything is well, until a case changes it."""
 
@@ -51,7 +54,7 @@ class Stand:
         self.run = run
         await self.board.create_run(run)
         if head >= 0:
-            await Scripts(self.redis).call("set_head", [keys.ShardKeys(run.run_id, 0)], [head, ""])
+            await Scripts(self.redis).call("set_head", [keys.ShardKeys(run.run_id, 0)], [head, "", HEAD_EPOCH])
 
     async def beat(self, *roles: str) -> None:
         """These say that they live: controller, agent, worker, serving, reward."""
@@ -249,7 +252,7 @@ def behind(**facts: Any) -> Callable[[Stand], Awaitable[None]]:
         await stand.ask_for_turns()
         stand.worker |= facts
         await stand.all_well()
-        await Scripts(stand.redis).call("set_head", [keys.ShardKeys("lake", 0)], [7, ""])
+        await Scripts(stand.redis).call("set_head", [keys.ShardKeys("lake", 0)], [7, "", HEAD_EPOCH])
 
     return bring_about
 

@@ -191,7 +191,7 @@ class LiveWeights:
     """A receiver whose engine is at the version that the test says."""
 
     def __init__(self) -> None:
-        self.version, self.head_version, self.error = 0, 0, None
+        self.version, self.head_version, self.moved_by, self.error = 0, 0, 0, None
         self.last, self.note, self.at_commit = None, None, AtCommit()
         self.gate: Callable[[], Any] = nullcontext
         self.is_sound = self.is_engine_still = True

@@ -1,10 +1,10 @@
 -- claim(worker, want, claim_ms, lease_epoch | '-', active_version, takes_suspect 0 | 1, inside 0 | 1, suspect_loss,
---   us_per_token)
+--   us_per_token, weights_epoch | '')
 -- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect among them at
 -- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it. Of one
 -- class, turns that wait for this worker are the first; what is beyond its share, and what pays here, the last of all.
 -- Returns {1, wall_ms, next_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights too
--- old. next_ms: when a turn of others may be taken, or -1; of trajectories: their first fence. An entry's id begins with the machine's time as its job became
+-- old, or of a publisher before. next_ms: when a turn of others may be taken, or -1; of trajectories: their first fence. An entry's id begins with the machine's time as its job became
 -- ready; suspects have none. What has no record, or is not ready, is dropped; what cannot be read is the reaper's.
 -- keys shard.begun shard.clock shard.lease_slots shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log
 -- keys jobs.ready jobs.record jobs.suspects
@@ -20,9 +20,9 @@ if is_turn then
   local held = whole(redis.call('HGET', jobs.held, worker), 0)
   want = math.min(want, slots - held)
   if ARGV[9] ~= '0' then room = share_of(slots) - held end -- with prefix affinity
-  local facts = redis.call('HMGET', shard.run, 'head_version', 'staleness')
-  local head = whole(facts[1], -1)
-  if head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end
+  local facts = redis.call('HMGET', shard.run, 'head_version', 'staleness', 'moved_by')
+  local head, is_of_another = whole(facts[1], -1), ARGV[10] ~= '' and tonumber(ARGV[10]) < whole(facts[3], 0)
+  if is_of_another or head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end
 elseif must_wait_for_consumer() then class_count = 1 end
 local ids, since, next_ms, takes_suspect, suspect_loss = {}, {}, -1, ARGV[6] == '1', tonumber(ARGV[8])
 if takes_suspect and want > 0 then ids[1] = next_suspect(jobs.suspects, jobs.record) end

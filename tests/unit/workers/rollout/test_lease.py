@@ -37,7 +37,7 @@ class OddBoard(RedisLeaseBoard):
         self.beat_count = 0
         self.wait_count = 0
         self.error: BrokerError | None = None
-        self.wall_ms: int | None = None  # what the broker machine's clock shows, if it is not the time
+        self.shown_ms: int | None = None  # what the broker machine's clock shows, if it is not the time
         self.is_mute = False
         self.has_bell = False
 
@@ -52,7 +52,7 @@ class OddBoard(RedisLeaseBoard):
         if self.is_mute:
             raise BrokerError("the broker does not say what was said")
         said, wall_ms = await super().lends_of(worker_id, pool)
-        return said, wall_ms if self.wall_ms is None else self.wall_ms
+        return said, wall_ms if self.shown_ms is None else self.shown_ms
 
     async def wait_lease(self, worker_id: str, timeout_s: float) -> None:
         self.wait_count += 1
@@ -269,7 +269,7 @@ async def test_a_cap_lowers_the_slots_at_once_and_no_cap_raises_them() -> None:
 async def test_hours_end_by_the_broker_machine_s_time_though_it_says_no_more() -> None:
     async with lent(heartbeat_s=0.02) as stage:
         # Given that it is a moment before noon, when the hours end, by the broker machine's clock alone
-        stage.board.wall_ms = FRIDAY_NOON_MS - 300
+        stage.board.shown_ms = FRIDAY_NOON_MS - 300
         await stage.board.set_lend("*", LendSetting(mode="on", hours=["fri 11:00-12:00"]))
         await until(lambda: stage.keeper.slot_count == 4)
         stage.board.is_mute = True
