@@ -70,34 +70,68 @@ def _up(
     allow_hub: AllowHub = None,
     words: EngineWords = None,
 ) -> None:
-    """Start all roles on this machine for your own trainer; stops them on Ctrl-C."""
-    from ..roles.engines import EngineOptions, check_engine_options, require_engine
+    """Start all roles on this machine for your own trainer; stops them on Ctrl-C.
+
+    What is not typed comes from ROLLFAB_CONFIG and the roles' own variables, where these say something.
+    """
+    from ..roles.command import read_options
+    from ..roles.engines import check_engine_options, require_engine
     from .up import UpOptions, run_up
 
-    check_engine_options(EngineOptions(engine=engine, model=model, dtype=dtype, words=tuple(words or ())))
-    require_engine(engine)
-    source = context.get_parameter_source("url")
+    own_words = ["--", *words] if words else []
+    typed = _typed(context, "model", "slots", "engine", "dtype")
+    engine_options = read_options(context, "worker", [*typed, *own_words])[0].engine
+    check_engine_options(engine_options)
+    require_engine(engine_options.engine)
+    typed = _typed(context, "environment", "reward", "pass_env", "run_as", "no_network", "allow_hub")
+    agent, _ = read_options(context, "agent", typed)
+    api, _ = read_options(context, "api", [*_typed(context, "port"), "--train"])
     options = UpOptions(
         url=url,
-        is_url_given=source is not None and source.name == "COMMANDLINE",
-        model=model,
+        is_url_given=_is_typed(context, "url"),
+        model=engine_options.model,
         dedicated=dedicated,
         serving=serving,
         agents=agents,
-        slot_count=slots,
-        engine=engine,
-        dtype=dtype,
-        engine_words=tuple(words or ()),
+        slot_count=engine_options.slot_count,
+        engine=engine_options.engine,
+        dtype=engine_options.dtype,
+        engine_words=engine_options.words,
+        has_engine_log=engine_options.log is None and engine_options.server is None,
+        device=engine_options.device or "cpu",
         data=data,
-        port=port,
+        port=api.port,
+        weights=api.weights,
+        model_directories=api.model_directories,
+        foreign=agent.foreign,
         environments=tuple(environment or ()),
         rewards=tuple(reward or ()),
         passed=tuple(pass_env or ()),
         run_as=run_as,
         is_offline=no_network,
-        hub_names=tuple(allow_hub or ()),
+        hub_names=agent.hub_names,
     )
     raise typer.Exit(run_up(options))
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _typed(context: typer.Context, *names: str) -> list[str]:
+    """Return the words for those of these options that were typed: of the others the roles know better."""
+    words: list[str] = []
+    for name in names:
+        value, dashed = context.params[name], "--" + name.replace("_", "-")
+        if not _is_typed(context, name):
+            continue
+        if isinstance(value, bool):
+            words += [dashed] if value else []
+            continue
+        for each in value if isinstance(value, list | tuple) else [value]:
+            words += [dashed, str(each)]
+    return words
 
 
 def _train(

@@ -39,6 +39,7 @@ from ..cli.exits import INTERRUPTED
 from ..cli.options import with_ports
 from ..cli.printing import Console, show
 from ..cli.speech import say
+from ..roles.options import ForeignOptions
 from .broker_watch import BrokerWatch
 from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
 
@@ -76,6 +77,16 @@ class UpOptions:
     engine: str = "transformers"
     dtype: str = "auto"
     engine_words: tuple[str, ...] = ()
+    has_engine_log: bool = True
+    """Whether each worker's vLLM gets a log beside its own: no other is named, and vLLM is ours to start."""
+    device: str = "cpu"
+    """The device that workers of the transformers engine are told of."""
+    weights: str | None = None
+    """The directory of weights that trainers may publish; None: in `data`."""
+    model_directories: tuple[str, ...] = ()
+    """Directories of models that trainers may name by path, besides the model's."""
+    foreign: ForeignOptions = field(default_factory=ForeignOptions)
+    """The code of others that agents run, also that which the file and the environment name."""
     environments: tuple[str, ...] = ()
     rewards: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
@@ -112,14 +123,16 @@ def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
             words += ["--pool", POOL] if role == "serving" else []
             if options.engine == "vllm":
                 log = supervisor.log_directory / f"{name}.vllm.log"
-                words += ["--engine-log", str(log), "--", *options.engine_words]
+                words += ["--engine-log", str(log)] if options.has_engine_log else []
+                words += ["--", *options.engine_words]
             supervisor.add(name, ["worker", *words], environment=place)
     supervisor.add("reward", ["reward", *allowed], environment=place)
     keys = f"{os.environ.get(CONTROL_KEYS, '')} {hash_key(options.api_key) if options.api_key else ''}".strip()
     door = {CONTROL_KEYS: keys} if keys else {}
-    weights = make_directory(Path(options.data) / "weights", "--data")
+    weights = options.weights or make_directory(Path(options.data) / "weights", "--data")
     words = ["api", "--port", str(options.port), "--train", "--weights", str(weights)]
-    words += ["--models-from", str(model)] if (model := model_place(options.model)) is not None else []
+    places = [model for model in (*options.model_directories, model_place(options.model)) if model is not None]
+    words += [word for each in places for word in ("--models-from", str(each))]
     supervisor.add("api", words, environment=place | door)
 
 
@@ -130,14 +143,15 @@ def run_up(options: UpOptions) -> int:
         ConfigError: an option cannot be met; nothing was started.
         BrokerError: the broker that was given cannot be used; nothing was started.
     """
-    from ...workers.environments.confinement import hide, make_confinement
+    from ...workers.environments.confinement import hide
     from ...workers.environments.pool import PoolConfig
     from ...workers.environments.registry import Registry
 
     hide()
-    confinement = make_confinement(options.passed, run_as=options.run_as, is_offline=options.is_offline)
+    foreign = options.foreign
     sys.path.insert(0, os.getcwd())  # as in the roles
-    registry = Registry(options.environments, options.rewards, pool=PoolConfig(confinement=confinement))
+    pool = PoolConfig(confinement=foreign.confinement())
+    registry = Registry(foreign.environments, foreign.rewards, pool=pool)
     asyncio.run(_check(registry))  # else every agent would refuse them
     _check_port(options.port)
     console = Console()
@@ -318,7 +332,7 @@ class _Life:
         for child in children:
             info = self._watch.workers.get(child.pid or 0)
             if info is not None and info.role in ("dedicated", "serving"):
-                device = " on cpu" if self._options.engine == "transformers" else ""
+                device = f" on {self._options.device}" if self._options.engine == "transformers" else ""
                 what = f"{info.model} ({info.engine}{device}, {counted(info.slot_count, 'slot')})"
                 lent = f"; lend it: `{command(f'lend on --pool {POOL}')}`" if info.role == "serving" else ""
                 self._say(f"{child.name} holds the model {printable(what)}{lent}")

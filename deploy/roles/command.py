@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,6 +65,18 @@ def role_command(role: str) -> Callable[..., None]:
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
+
+
+def read_options(context: typer.Context, role: str, words: Sequence[str]) -> tuple[Any, typer.Context]:
+    """Return the options that a role would have if these words were typed after it, and the context that tells of each
+    where it comes from.
+
+    Raises:
+        ConfigError: a value cannot be.
+    """
+    root = context.find_root()
+    found = root.command.commands[role].make_context(role, list(words), parent=root)  # type: ignore[attr-defined]
+    return options_of(role, found.params), found
 
 
 def options_of(role: str, given: Mapping[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from ...fabric.contract.text import counted, did_you_mean
 from ...fabric.host.options import describe
 from ..cli.options import AsJson
 from ..cli.printing import show, show_json
-from .command import options_of, variables_of, warn_of_unknown_variables
+from .command import read_options, variables_of, warn_of_unknown_variables
 from .config_file import read_config
 from .options import TABLES
 
@@ -74,10 +74,7 @@ def _check(
 
 def _effective(context: typer.Context, role: str, file: Path | None) -> tuple[Any, dict[str, dict[str, Any]]]:
     """Return the options of a role if nothing is typed, and each by its key, with where it comes from."""
-    root = context.find_root()
-    words = [] if file is None else ["--config", str(file)]
-    found = root.command.commands[role].make_context(role, words, parent=root)  # type: ignore[attr-defined]
-    options = options_of(role, found.params)
+    options, found = read_options(context, role, [] if file is None else ["--config", str(file)])
     places, rows = {"DEFAULT": "default", "DEFAULT_MAP": str(file)}, {}
     for each in describe(TABLES[role]):
         variable = next((name for name in variables_of(each, role) if os.environ.get(name)), "default")
