@@ -119,7 +119,7 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Build the model and start stepping. Raises EngineError."""
+        """Build the model and start stepping. Raises EngineError; ConfigError: its device is not there."""
         ...
 
     async def close(self) -> None:

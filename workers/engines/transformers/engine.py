@@ -42,6 +42,7 @@ from ..model_tokenizer import find_tokenizer
 from ..request import Admission
 from ..steps import StepHook
 from ..stops import Pieces
+from .device import check_device
 
 if TYPE_CHECKING:
     from .loop import EngineLoop
@@ -130,6 +131,7 @@ class TransformersEngine:
         return frozenset()
 
     async def start(self) -> None:
+        await asyncio.to_thread(check_device, self.config.device)
         if self.config.guard is not None:
             assert self._hook is None, "a guard is the hook"
             self._hook = self._guard = GuardThread(
