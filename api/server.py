@@ -17,7 +17,7 @@ from fastapi import APIRouter, FastAPI
 
 from ..fabric.contract.errors import ConfigError
 from ..fabric.host.helpers import Helpers
-from .access.config import ApiConfig, ListenConfig, check_listening, is_loopback
+from .access.config import ApiConfig, ListenConfig, check_listening, is_loopback, tls_refused
 from .access.connections import bounded_protocol
 from .app import make_app
 from .reading.status import Ports
@@ -120,13 +120,8 @@ def _load_tls(settings: uvicorn.Config, config: ListenConfig) -> None:
     """Read the certificate now, so that a wrong one is said clearly, and warn of keys that would travel plain."""
     try:
         settings.load()
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(
-            f"the {config.NAME}'s TLS certificate {config.tls_certificate} and its key "
-            f"{config.tls_key or '(in the same file)'} cannot be used: {error.strerror or error}; they must be PEM "
-            "files that belong together",
-            certificate=config.tls_certificate,
-        ) from error
+    except OSError as error:
+        raise tls_refused(config, error) from error
     if config.has_keys and not settings.is_ssl and not is_loopback(config.host):
         log.warning("api.keys_travel_plain", extra={"host": config.host, "next_step": "give --tls-cert and --tls-key"})
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import ClassVar
@@ -103,6 +104,29 @@ def check_listening(config: ListenConfig) -> None:
             raise ConfigError(f"the {config.NAME}'s {name} is {value!r}, expected {least} to {most}", name=name)
     if config.tls_key and not config.tls_certificate:
         raise ConfigError(f"the {config.NAME} has a TLS key without a certificate: give both")
+
+
+def check_tls(config: ListenConfig) -> None:
+    """Refuse a certificate that cannot be used.
+
+    Raises:
+        ConfigError: as `tls_refused` says.
+    """
+    if config.tls_certificate:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key)
+        except OSError as error:
+            raise tls_refused(config, error) from error
+
+
+def tls_refused(config: ListenConfig, error: OSError) -> ConfigError:
+    """Say of a certificate that it cannot be used, and why; ssl.SSLError is an OSError."""
+    return ConfigError(
+        f"the {config.NAME}'s TLS certificate {config.tls_certificate} and its key "
+        f"{config.tls_key or '(in the same file)'} cannot be used: {error.strerror or error}; they must be PEM "
+        "files that belong together",
+        certificate=config.tls_certificate,
+    )
 
 
 def check_config(config: ApiConfig) -> ApiConfig:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
@@ -74,36 +76,26 @@ def _up(
 
     What is not typed comes from ROLLFAB_CONFIG and the roles' own variables, where these say something.
     """
-    from ..roles.command import read_options
-    from ..roles.engines import check_engine_options, require_engine
     from .up import UpOptions, run_up
 
-    own_words = ["--", *words] if words else []
-    typed = _typed(context, "model", "slots", "engine", "dtype")
-    engine_options = read_options(context, "worker", [*typed, *own_words])[0].engine
-    check_engine_options(engine_options)
-    require_engine(engine_options.engine)
-    typed = _typed(context, "environment", "reward", "pass_env", "run_as", "no_network", "allow_hub")
-    agent, _ = read_options(context, "agent", typed)
-    api, _ = read_options(context, "api", [*_typed(context, "port"), "--train"])
+    worker, agent, _, api = _roles(context, words or ())
     options = UpOptions(
         url=url,
         is_url_given=_is_typed(context, "url"),
-        model=engine_options.model,
+        model=worker.engine.model,
         dedicated=dedicated,
         serving=serving,
         agents=agents,
-        slot_count=engine_options.slot_count,
-        engine=engine_options.engine,
-        dtype=engine_options.dtype,
-        engine_words=engine_options.words,
-        has_engine_log=engine_options.log is None and engine_options.server is None,
-        device=engine_options.device or "cpu",
+        slot_count=worker.engine.slot_count,
+        engine=worker.engine.engine,
+        dtype=worker.engine.dtype,
+        engine_words=worker.engine.words,
+        has_engine_log=worker.engine.log is None and worker.engine.server is None,
+        device=worker.engine.device or "cpu",
         data=data,
         port=api.port,
         weights=api.weights,
         model_directories=api.model_directories,
-        foreign=agent.foreign,
         environments=tuple(environment or ()),
         rewards=tuple(reward or ()),
         passed=tuple(pass_env or ()),
@@ -112,6 +104,31 @@ def _up(
         hub_names=agent.hub_names,
     )
     raise typer.Exit(run_up(options))
+
+
+def _roles(context: typer.Context, engine_words: Sequence[str]) -> list[Any]:
+    """Return what a worker, an agent, a reward worker and the api would run by, with what was typed after `up`.
+
+    Raises:
+        ConfigError: one of them would not start.
+    """
+    from ..roles.command import read_options
+    from ..roles.starting import check_role
+
+    foreign = _typed(context, "environment", "reward", "pass_env", "run_as", "no_network")
+    words = {
+        "worker": [
+            *_typed(context, "model", "slots", "engine", "dtype"),
+            *(["--", *engine_words] if engine_words else []),
+        ],
+        "agent": [*foreign, *_typed(context, "allow_hub")],
+        "reward": foreign,
+        "api": [*_typed(context, "port"), "--train"],
+    }
+    roles = [replace(read_options(context, role, typed)[0], url="") for role, typed in words.items()]  # `up` has one
+    for each in roles:
+        check_role(each)
+    return roles
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

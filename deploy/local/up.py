@@ -9,13 +9,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import shlex
 import signal
 import socket
-import sys
 import threading
 import time
 import urllib.error
@@ -24,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ...api.access.keys import hash_key, new_key
 from ...fabric.broker.clients.url import is_local, mask_url
@@ -39,12 +37,8 @@ from ..cli.exits import INTERRUPTED
 from ..cli.options import with_ports
 from ..cli.printing import Console, show
 from ..cli.speech import say
-from ..roles.options import ForeignOptions
 from .broker_watch import BrokerWatch
 from .supervisor import STOP_TIMEOUT_S, Child, Supervisor
-
-if TYPE_CHECKING:
-    from ...workers.environments.registry import Registry
 
 LOOK_S = 0.1
 FIRST_NEWS_S, NEWS_S = 3.0, 10.0  # while roles start
@@ -85,8 +79,6 @@ class UpOptions:
     """The directory of weights that trainers may publish; None: in `data`."""
     model_directories: tuple[str, ...] = ()
     """Directories of models that trainers may name by path, besides the model's."""
-    foreign: ForeignOptions = field(default_factory=ForeignOptions)
-    """The code of others that agents run, also that which the file and the environment name."""
     environments: tuple[str, ...] = ()
     rewards: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
@@ -143,16 +135,6 @@ def run_up(options: UpOptions) -> int:
         ConfigError: an option cannot be met; nothing was started.
         BrokerError: the broker that was given cannot be used; nothing was started.
     """
-    from ...workers.environments.confinement import hide
-    from ...workers.environments.pool import PoolConfig
-    from ...workers.environments.registry import Registry
-
-    hide()
-    foreign = options.foreign
-    sys.path.insert(0, os.getcwd())  # as in the roles
-    pool = PoolConfig(confinement=foreign.confinement())
-    registry = Registry(foreign.environments, foreign.rewards, pool=pool)
-    asyncio.run(_check(registry))  # else every agent would refuse them
     _check_port(options.port)
     console = Console()
     directory = Path(options.data)
@@ -173,11 +155,6 @@ def run_up(options: UpOptions) -> int:
     if broker is not None:
         say(console, f"stopped; queued work and weights are kept in {directory}")
     return code
-
-
-async def _check(registry: Registry) -> None:
-    async with registry:
-        await registry.check()
 
 
 def make_key(directory: Path, option: str) -> str:

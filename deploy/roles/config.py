@@ -10,14 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from ...fabric.broker.clients.url import mask_url
-from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.text import counted, did_you_mean
 from ...fabric.host.options import describe
 from ..cli.options import AsJson
-from ..cli.printing import show, show_json
+from ..cli.printing import Console, show, show_json
+from ..cli.speech import say
 from .command import read_options, variables_of, warn_of_unknown_variables
 from .config_file import read_config
 from .options import TABLES
+from .starting import check_role
 
 
 def register(app: typer.Typer) -> None:
@@ -51,14 +53,20 @@ def _show(
 def _check(
     context: typer.Context, file: Annotated[Path, typer.Argument(help="The file.")], json: AsJson = False
 ) -> None:
-    """Say whether the roles that it has tables of would run by a file, with this environment."""
+    """Say whether the roles that it has tables of would start by a file, here and with this environment.
+
+    No broker is asked, and no model loaded.
+    """
     tables = read_config(file)
     for role in tables:
-        options, _ = _effective(context, role, file)
+        warn_of_unknown_variables(role)
         try:
-            options.check()
-        except ConfigError as error:
+            options, _ = _effective(context, role, file)
+            check_role(options)
+        except FabricError as error:
             raise ConfigError(f"{file}: [{role}] {error}", option=role) from error
+        if not options.url:
+            say(Console(stderr=True), f"[{role}] has no broker yet: set ROLLFAB_URL where it is started", "warning")
     count = sum(map(len, tables.values()))
     if json:
         show_json({"path": str(file), "is_right": True, "roles": list(tables), "setting_count": count})

@@ -98,10 +98,12 @@ def fault_of_value(known: Described, value: Any, *, is_open: bool) -> str:
         wanted = WORDS.get(kind, "a text")
     if not is_right:
         return f"is {value!r}, expected {wanted}"
+    if value == "":
+        return "is empty: leave it out, and it has its default"
     if said.least is not None and not value >= said.least:
-        return f"is {value!r}, expected {said.least:g} or more"
+        return f"is {value!r}, expected {said.least} or more"
     if said.most is not None and not value <= said.most:
-        return f"is {value!r}, expected {said.most:g} or less"
+        return f"is {value!r}, expected {said.most} or less"
     if said.choices and value not in said.choices:
         return f"is {value!r}: {did_you_mean(value, said.choices)}"
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.limits import PROMPT_TOKENS_MAX, SLOT_COUNT_MAX
 from ...fabric.contract.text import did_you_mean
 from ...fabric.format.layout import DTYPES, check_dtype
 from ...fabric.host.options import option
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("transformers", "vllm")
 CONTEXT_TOKENS_MAX = 512
+SEED_MAX = (1 << 63) - 1  # torch's generators take no more
 SLOW = {"stall_s": 30.0, "first_token_s": 300.0}
 
 
@@ -32,11 +34,15 @@ class EngineOptions:
     engine: str = option("transformers", f"What generates: {' or '.join(ENGINES)}.", choices=ENGINES)
     model: str = option("", "Preset, path or hub name. Default: tiny.")
     """The name that the server serves, with `server`."""
-    slot_count: int = option(64, "Turns it runs at once.", key="slots", least=1)
+    slot_count: int = option(64, "Turns it runs at once.", key="slots", least=1, most=SLOT_COUNT_MAX)
     context_tokens_max: int | None = option(
-        None, "Longest context in tokens. Default: 512; the server's with --server.", key="context", least=2
+        None,
+        "Longest context in tokens. Default: 512; the server's with --server.",
+        key="context",
+        least=2,
+        most=PROMPT_TOKENS_MAX,
     )
-    seed: int | None = option(None, "Of sampling; default: fresh.")
+    seed: int | None = option(None, "Of sampling; default: fresh.", least=-SEED_MAX - 1, most=SEED_MAX)
     device: str | None = option(None, "cpu, cuda, cuda:1 …; with vLLM set CUDA_VISIBLE_DEVICES.")
     dtype: str = option(
         "auto",

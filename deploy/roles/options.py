@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from ...api.access.config import ApiConfig, check_config
 from ...api.access.keys import read_keys_file
 from ...api.gateway.config import GatewayConfig, check_gateway
+from ...fabric.broker.clients.url import read_url
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.ids import check_name, new_worker_id
+from ...fabric.contract.limits import SLOT_COUNT_MAX
 from ...fabric.contract.text import did_you_mean
 from ...fabric.host.options import option
 from ...fabric.tracing.export import COLLECTOR
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from ...workers.environments.confinement import Confinement
 
 ROLES = ("dedicated", "serving")
+MEMORY_MIB_MAX = 1 << 24  # 16 TiB, more than a machine has
 
 
 def need_seconds(name: str, given: float) -> float:
@@ -83,6 +86,8 @@ class RoleOptions:
             ConfigError: the text says what to type instead.
         """
         self.worker_id("role")
+        if self.url:
+            read_url(self.url)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +136,29 @@ class ForeignOptions:
 
         return make_confinement(self.passed, run_as=self.run_as, is_offline=self.is_offline)
 
+    def check(self) -> None:
+        """Refuse names that name no code, and what this machine or user cannot hold in.
+
+        Raises:
+            ConfigError: the text says what to give instead.
+        """
+        from ...workers.environments.registry import Registry
+
+        Registry(self.environments, self.rewards)
+        self.confinement()
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions(TracedOptions):
     """Options of an agent."""
 
-    environment_count: int = option(256, "Environments at once.", key="count", least=1)
+    environment_count: int = option(256, "Environments at once.", key="count", least=1, most=SLOT_COUNT_MAX)
     timeout_s: float = option(30.0, "Seconds a reset or step may take.", key="timeout", check=TIMEOUT)
     play_count: int | None = option(
-        None, "Agents that play at once, each a process with libraries of its own. Default: eight a core.", least=1
+        None,
+        "Agents that play at once, each a process with libraries of its own. Default: eight a core.",
+        least=1,
+        most=SLOT_COUNT_MAX,
     )
     play_s: float = option(
         1800.0,
@@ -147,7 +166,9 @@ class AgentOptions(TracedOptions):
         key="play_timeout",
         check=partial(need_seconds, "--play-timeout"),
     )
-    memory_mib: int = option(4096, "MiB that each environment's process may write to.", key="memory", least=64)
+    memory_mib: int = option(
+        4096, "MiB that each environment's process may write to.", key="memory", least=64, most=MEMORY_MIB_MAX
+    )
     foreign: ForeignOptions = field(default_factory=ForeignOptions)
     hub_names: tuple[str, ...] = option(
         (),
@@ -156,14 +177,26 @@ class AgentOptions(TracedOptions):
         metavar="'ORG/*'",
     )
 
+    def check(self) -> None:
+        """Refuse what does not go together, in the code of others, too."""
+        super().check()
+        self.foreign.check()
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions(TracedOptions):
     """Options of a reward worker."""
 
     timeout_s: float = option(20.0, "Seconds one reward may take.", key="timeout", check=TIMEOUT)
-    memory_mib: int = option(1024, "MiB that each process of a reward function may use.", key="memory", least=64)
+    memory_mib: int = option(
+        1024, "MiB that each process of a reward function may use.", key="memory", least=64, most=MEMORY_MIB_MAX
+    )
     foreign: ForeignOptions = field(default_factory=ForeignOptions)
+
+    def check(self) -> None:
+        """Refuse what does not go together, in the code of others, too."""
+        super().check()
+        self.foreign.check()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +312,7 @@ class GatewayOptions(TracedOptions):
     may_be_plain: bool = option(
         False, "Take keys without TLS beyond loopback: the network is encrypted by other means.", key="plain"
     )
-    session_count: int = option(256, "Sessions at once.", least=1)
+    session_count: int = option(256, "Sessions at once.", least=1, most=SLOT_COUNT_MAX)
     inference: str | None = option(
         None,
         "Serve, instead of sessions, an engine's HTTP before the fleet: vLLM's and SGLang's routes for this run.",

@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -39,19 +38,18 @@ from .engines import CONTEXT_TOKENS_MAX, EngineOptions, new_engine, patience_of
 from .options import (
     AgentOptions,
     ApiOptions,
-    ForeignOptions,
     GatewayOptions,
     RewardOptions,
     RoleOptions,
     TracedOptions,
     WorkerOptions,
 )
+from .starting import environments_of, rewards_of, scoring_of
 
 if TYPE_CHECKING:
     from ...workers.agent.desk import Desk
     from ...workers.agent.keeper import AskReward
     from ...workers.environments.confinement import Confinement
-    from ...workers.environments.pool import PoolConfig
     from ...workers.rollout.config import RolloutConfig
     from ...workers.serving.options import ServingOptions
     from ...workers.serving.wiring import Sharing
@@ -160,6 +158,8 @@ def run_controller(options: RoleOptions) -> None:
     """Plan and publish leases."""
     from ...workers.controller.controller import Controller, ControllerConfig
 
+    options.check()
+
     async def serve(stop: asyncio.Event) -> None:
         worker_id = _named(options, "controller")
         async with await RedisFabric.open(options.url, client_name=worker_id) as ports:
@@ -178,9 +178,9 @@ def run_agent(options: AgentOptions) -> None:
     from ...workers.agent.keeper import Elsewhere
     from ...workers.agent.loop_watchdog import watching
     from ...workers.agent.worker import AgentConfig, AgentWorker
-    from ...workers.environments.pool import PoolConfig
     from ...workers.rewards.jobs import RewardAsker, open_queue, queue_of
 
+    options.check()
     confinement = options.foreign.confinement()
 
     async def serve(stop: asyncio.Event) -> None:
@@ -192,14 +192,13 @@ def run_agent(options: AgentOptions) -> None:
             environment_timeout_s=options.timeout_s,
             hub_names=options.hub_names,
         )
-        pool = PoolConfig(memory_bytes_max=options.memory_mib << 20, confinement=confinement, play_s=options.play_s)
         elsewhere = Elsewhere(
             open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id),
             make_ask_reward=lambda: RewardAsker(partial(queue_of, open_queue(options.url)), clock).ask,
         )
         async with contextlib.AsyncExitStack() as stack:
             spans = stack.enter_context(_spans(options, "agent", worker_id))
-            registry = await stack.enter_async_context(_registry(options.foreign, pool))
+            registry = await stack.enter_async_context(environments_of(options))
             await _unless_stopped(registry.check(), stop)
             opening = RedisFabric.open(options.url, client_name=worker_id, max_connections=AGENT_CONNECTION_COUNT_MAX)
             ports = await stack.enter_async_context(await opening)
@@ -468,24 +467,19 @@ def _say(text: str) -> None:
 def run_reward(options: RewardOptions) -> None:
     """Compute rewards, and do housekeeping: jobs of rq."""
     from ...workers.rewards.jobs import RewardWorker, check_queue, open_queue
-    from ...workers.rewards.scoring import RewardFunctions, Scoring, ScoringConfig
+    from ...workers.rewards.scoring import Scoring
 
-    confinement = options.foreign.confinement()
+    options.check()
 
     async def serve(stop: asyncio.Event) -> None:
-        worker_id, clock, registry = _named(options, "reward"), SystemClock(), _registry(options.foreign)
-        config = ScoringConfig(
-            worker_id=worker_id,
-            timeout_s=options.timeout_s,
-            memory_bytes_max=options.memory_mib << 20,
-            confinement=confinement,
-        )
+        worker_id, clock = _named(options, "reward"), SystemClock()
+        config = scoring_of(options, worker_id)
         queue = open_queue(options.url)
         async with contextlib.AsyncExitStack() as stack:
             ports = await stack.enter_async_context(await RedisFabric.open(options.url, client_name=worker_id))
             await asyncio.to_thread(check_queue, queue)
             _say_begun("reward worker", worker_id, options.url, "waits for rollouts to score")
-            functions = RewardFunctions(registry, config)
+            functions = rewards_of(options, config)
             stack.push_async_callback(functions.close)
             spans = stack.enter_context(_spans(options, "reward", worker_id))
             scoring = Scoring(ports, functions, config, clock, spans)
@@ -493,7 +487,7 @@ def run_reward(options: RewardOptions) -> None:
             await RewardWorker(ports, scoring, queue, _info(worker_id, "reward"), clock).run(stop)
 
     hide()
-    say_what_lacks(confinement)
+    say_what_lacks(options.foreign.confinement())
     run_until_stopped(serve, options.url)
 
 
@@ -531,14 +525,6 @@ def run_api(options: ApiOptions) -> None:
 
     hide()
     run_until_stopped(serve, options.url)
-
-
-def _registry(options: ForeignOptions, pool: PoolConfig | None = None) -> Any:
-    from ...workers.environments.registry import Registry
-
-    if options.environments or options.rewards:
-        sys.path.insert(0, os.getcwd())  # a module beside the user, named by the user: as `python -m` would find it
-    return Registry(options.environments, options.rewards, pool=pool)
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:

@@ -11,6 +11,7 @@ from rollfab.deploy.local import up
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.deploy.local.up import UpOptions, start_roles
 from rollfab.deploy.main import app
+from rollfab.deploy.roles import starting
 
 FILE = """
 [worker]
@@ -18,7 +19,7 @@ slots = 3
 model = "small"
 dtype = "bfloat16"
 [agent]
-environment = ["mine=my_world:World"]
+environment = ["mine=tests.support.worlds.worlds:Walk"]
 allow_hub = ["org/*"]
 [api]
 port = 9123
@@ -34,6 +35,7 @@ def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[UpOptions]:
     """The records that `up` was started with."""
+    monkeypatch.setattr(starting, "hide", lambda: None)  # would hold for all of this process
     records: list[UpOptions] = []
     monkeypatch.setattr(up, "run_up", lambda options: records.append(options) or 0)
     return records
@@ -82,7 +84,6 @@ def test_what_was_not_typed_comes_from_the_file(
     start("--data", str(tmp_path / "data"))
     (made,) = started
     assert (made.model, made.slot_count, made.dtype, made.port) == ("small", 3, "bfloat16", 9123)
-    assert made.foreign.environments == ("mine=my_world:World",)
     words = words_of(made, tmp_path, monkeypatch)
     assert value_of(words["dedicated-0"], "--slots") == "3"
     assert value_of(words["agent-0"], "--allow-hub") == "org/*"
@@ -94,9 +95,9 @@ def test_the_environment_is_before_the_file_and_what_is_typed_before_both(
 ) -> None:
     monkeypatch.setenv("ROLLFAB_WORKER_SLOTS", "5")
     start()
-    start("--slots", "64", "--model", "tiny", "--port", "0", "--environment", "other=my_world:Other")
+    start("--slots", "64", "--model", "tiny", "--port", "0", "--environment", "other=tests.support.worlds.worlds:Walk")
     assert [(each.slot_count, each.model, each.port) for each in started] == [(5, "small", 9123), (64, "tiny", 0)]
-    assert started[1].foreign.environments == ("other=my_world:Other",)
+    assert started[1].environments == ("other=tests.support.worlds.worlds:Walk",)
 
 
 def test_words_and_weights_of_the_file_reach_the_roles(
@@ -106,7 +107,7 @@ def test_words_and_weights_of_the_file_reach_the_roles(
         '[worker]\nengine = "vllm"\nengine_log = "-"\nwords = ["--seed", "3"]\n'
         f'[api]\nweights = "{tmp_path}"\nmodels_from = ["{tmp_path}"]\n'
     )
-    monkeypatch.setattr("rollfab.deploy.roles.engines.require_engine", lambda engine: None)
+    monkeypatch.setattr(starting, "require_engine", lambda engine: None)
     start()
     words = words_of(started[0], tmp_path, monkeypatch)
     worker, api = words["dedicated-0"], words["api"]
@@ -117,7 +118,12 @@ def test_words_and_weights_of_the_file_reach_the_roles(
 def test_what_the_file_says_and_cannot_be_is_refused_before_anything_starts(
     file: Path, started: list[UpOptions]
 ) -> None:
-    for text, says in (('engine = "vlm"', "did you mean vllm?"), ("adapter_rank = 3", "--adapter-rank is for")):
-        file.write_text(f"[worker]\n{text}\n")
+    for text, says in (
+        ('[worker]\nengine = "vlm"', "did you mean vllm?"),
+        ("[worker]\nadapter_rank = 3", "--adapter-rank is for"),
+        ('[agent]\nenvironment = ["mine=nope.games:MyGame"]', "Mend --environment mine=…"),
+        ('[reward]\nreward = ["r=os:nothere"]', "--reward r: "),
+    ):
+        file.write_text(text)
         assert says in str(CliRunner().invoke(app, ["up"]).exception)
     assert started == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rollfab.deploy.main import app
-from rollfab.deploy.roles import run
+from rollfab.deploy.roles import run, starting
 from rollfab.deploy.roles.command import variables_of
 from rollfab.deploy.roles.config_file import CONFIG_BYTES_MAX
 from rollfab.deploy.roles.options import TABLES
@@ -291,3 +292,54 @@ def test_a_file_is_checked_as_a_whole(file: Path, tmp_path: Path, monkeypatch: p
     assert f"{file}: [worker] --probe needs the serving team's objectives" in refused("config", "check", str(file))
     monkeypatch.setenv("ROLLFAB_WORKER_SLO_TPOT_MS", "3")
     assert typed("config", "check", str(file)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[agent]\nenvironment = ["my-game"]', "--environment 'my-game' does not name code"),
+        ('[agent]\nenvironment = ["my-game=nope.games:MyGame"]', "Mend --environment my-game=…"),
+        ('[agent]\nenvironment = ["a=os:path", "a=os:sep"]', "--environment a=… is given twice"),
+        ('[agent]\nrun_as = "nosuchuser"', "nosuchuser"),
+        (f"[agent]\ncount = {10**24}", "count is 1000000000000000000000000, expected 1000000 or less"),
+        ('[reward]\nreward = ["r=os:nothere"]', "--reward r: "),
+        (f"[worker]\nslots = {10**26}", "expected 1000000 or less"),
+        (f"[worker]\nseed = {10**26}", "expected 9223372036854775807 or less"),
+        ('[worker]\nmodel = ""', "model is empty: leave it out"),
+        ('[worker]\ndevice = "gpu"', "device 'gpu' is none"),
+        ('[worker]\nurl = "rediss:/x"', "the broker URL *** is not usable"),
+        ('[api]\ntls_cert = "/none/such"', "the api's TLS certificate /none/such"),
+    ],
+)
+def test_a_file_whose_role_would_not_start_is_refused_before_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
+) -> None:
+    monkeypatch.setattr(starting, "hide", lambda: None)  # would hold for all of this process
+    path = tmp_path / "rollfab.toml"
+    path.write_text(text)
+    said = refused("config", "check", str(path))
+    assert said.startswith(f"{path}: [") and says in said
+
+
+@pytest.mark.parametrize("url", ["htp://x", "redis://h?durabilty=disk"])
+def test_a_file_is_checked_with_the_url_of_the_environment(
+    file: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    file.write_text("[controller]\n")
+    assert "[controller] has no broker yet: set ROLLFAB_URL" in typed("config", "check", str(file)).output
+    monkeypatch.setenv("ROLLFAB_URL", url)
+    assert "is not usable" in refused("config", "check", str(file))
+
+
+def test_code_beside_the_user_is_found_and_a_misspelt_variable_is_told(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "hide", lambda: None)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside.py").write_text("class World:\n    def reset(self): ...\n    def step(self): ...\n")
+    file.write_text('[agent]\nenvironment = ["mine=beside:World"]\n')
+    monkeypatch.setenv("ROLLFAB_AGENT_COUNTS", "3")
+    said = " ".join(typed("config", "check", str(file)).output.split())
+    assert said.endswith("is right: 1 setting of agent")
+    assert "ROLLFAB_AGENT_COUNTS is no setting of agent: did you mean ROLLFAB_AGENT_COUNT" in said
