@@ -43,9 +43,11 @@ async def serve_run(options: GatewayOptions, gateway: GatewayConfig, run_id: str
     worker_id = options.worker_id("gateway")
     opening = RedisFabric.open(options.url, client_name=worker_id, max_connections=CONNECTION_COUNT_MAX)
     async with await opening as ports:
-        config = await _run_of(ports, run_id, options.model)
+        config, is_new = await _run_of(ports, run_id, options.model)
         may_download = options.model is not None or any(fnmatchcase(config.model, each) for each in options.hub_names)
         model = await asyncio.to_thread(_load, config.model, may_download)
+        if is_new:  # not before its model is loaded: a run of a misspelt one would stand for good
+            config = await ports.board.create_run(config)
         run = AsyncRun(ports, config)
         if options.model is not None:
             await publish_first(run)
@@ -68,8 +70,13 @@ async def serve_run(options: GatewayOptions, gateway: GatewayConfig, run_id: str
             await run.close()
 
 
-async def _run_of(ports: RedisFabric, run_id: str, model: str | None) -> RunConfig:
-    """Return the run whose turns are asked for; make it where it is not there."""
+async def _run_of(ports: RedisFabric, run_id: str, model: str | None) -> tuple[RunConfig, bool]:
+    """Return the run whose turns are asked for, and whether it is still to be made.
+
+    Raises:
+        RunUnknown: it is not there, and no model is named to make it with.
+        ConfigError: it is there with another model, or agents play it.
+    """
     existing = (await ports.board.runs()).get(run_id)
     if existing is None and model is None:
         raise RunUnknown(
@@ -81,10 +88,10 @@ async def _run_of(ports: RedisFabric, run_id: str, model: str | None) -> RunConf
         check_inference_run(existing)
     if model is None:
         assert existing is not None
-        return existing
+        return existing, False
     found = await asyncio.to_thread(find_model, model)
     if existing is not None and existing.model == found.name:
-        return existing
+        return existing, False
     wanted = RunConfig(
         run_id=run_id,
         environment=INFERENCE,
@@ -93,7 +100,8 @@ async def _run_of(ports: RedisFabric, run_id: str, model: str | None) -> RunConf
         staleness=0,
         turn_count_max=TURN_COUNT_MAX,
     )
-    return await ports.board.create_run(check_run(wanted))
+    checked = check_run(wanted)
+    return (checked, True) if existing is None else (await ports.board.create_run(checked), False)  # which refuses it
 
 
 async def publish_first(run: AsyncRun) -> None:

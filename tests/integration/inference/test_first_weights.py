@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollfab.deploy.roles.inference import publish_first
+from rollfab.api.gateway.config import GatewayConfig
+from rollfab.deploy.roles.inference import publish_first, serve_run
+from rollfab.deploy.roles.options import GatewayOptions
+from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.inference import INFERENCE
@@ -39,3 +43,23 @@ async def test_a_model_s_own_weights_are_version_0_and_are_published_once(url: s
             name: tuple(each.shape) for name, each in expected.items()
         }
         assert all(np.array_equal(each, expected[name].detach().numpy()) for name, each in weights.items())
+
+
+async def test_a_model_whose_tokenizer_cannot_be_read_leaves_no_run_behind(url: str, tmp_path: Path) -> None:
+    # Given a model whose tokenizer cannot be read
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "tokenizer.json").write_text("{")
+    wrong, right = (GatewayOptions(url=url, model=name) for name in (str(tmp_path), "tiny"))
+    stop = asyncio.Event()
+    stop.set()
+    # When a gateway is to make its run with it
+    with pytest.raises(ConfigError, match="tokenizer"):
+        await serve_run(wrong, GatewayConfig(creator_keys=("key-" * 8,)), "typo", stop)
+    async with await RedisFabric.open(url, client_name="test") as ports:
+        # Then there is none, and the corrected command makes it
+        assert "typo" not in await ports.board.runs()
+        await serve_run(right, GatewayConfig(creator_keys=("key-" * 8,)), "typo", stop)
+        assert (await ports.board.runs())["typo"].model == "tiny"
+    # And the wrong one is refused because of the run, before its model is looked at
+    with pytest.raises(ConfigError, match="exists with other settings"):
+        await serve_run(wrong, GatewayConfig(creator_keys=("key-" * 8,)), "typo", stop)
