@@ -55,6 +55,16 @@ def refuse_plain(name: str, given: tuple[str, ...]) -> None:
         )
 
 
+def need_directory(option: str, given: str | None) -> None:
+    """Require that a directory which is named is there.
+
+    Raises:
+        ConfigError: it is not, or is a file.
+    """
+    if given is not None and not Path(given).is_dir():
+        raise ConfigError(f"{option} {given} is no directory: make it first", option=option)
+
+
 TIMEOUT = partial(need_seconds, "--timeout")
 
 
@@ -286,8 +296,7 @@ class ApiOptions(TracedOptions):
         check_config(self.config())
         if self.weights is not None and not self.trains:
             raise ConfigError("--weights is for trainers: give --train with it")
-        if self.weights is not None and not Path(self.weights).is_dir():
-            raise ConfigError(f"--weights {self.weights} is no directory: make it first")
+        need_directory("--weights", self.weights)
         if self.model_directories and not self.trains:
             raise ConfigError("--models-from is for trainers: give --train with it")
         for each in self.model_directories:
@@ -363,6 +372,7 @@ class GatewayOptions(TracedOptions):
         for name in ("model", "weights"):
             if getattr(self, name) is not None and self.inference is None:
                 raise ConfigError(f"--{name} is of use with --inference only", setting=f"--{name}")
+        need_directory("--weights", self.weights)
 
 
 TABLES: dict[str, type[RoleOptions]] = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollfab.api.access.keys import add_key
 from rollfab.api.gateway.config import GatewayConfig
 from rollfab.deploy.roles.inference import publish_first, serve_run
 from rollfab.deploy.roles.options import GatewayOptions
@@ -63,3 +64,12 @@ async def test_a_model_whose_tokenizer_cannot_be_read_leaves_no_run_behind(url: 
     # And the wrong one is refused because of the run, before its model is looked at
     with pytest.raises(ConfigError, match="exists with other settings"):
         await serve_run(wrong, GatewayConfig(creator_keys=("key-" * 8,)), "typo", stop)
+
+
+@pytest.mark.parametrize("name", ["none", "file"])
+def test_weights_from_a_directory_that_is_none_are_refused_at_the_start(tmp_path: Path, name: str) -> None:
+    add_key(tmp_path / "keys", "trainer", "control")
+    (tmp_path / "file").write_text("")
+    options = GatewayOptions(keys=str(tmp_path / "keys"), inference="policy", weights=str(tmp_path / name))
+    with pytest.raises(ConfigError, match=f"--weights {tmp_path}/{name} is no directory: make it first"):
+        options.check()
