@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ...api.access.config import ApiConfig, check_config
 from ...api.access.keys import read_keys_file
 from ...api.gateway.config import GatewayConfig, check_gateway
-from ...fabric.broker.clients.url import read_url
+from ...fabric.broker.clients.url import user_of
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.ids import check_name, new_worker_id
 from ...fabric.contract.limits import SLOT_COUNT_MAX
@@ -55,6 +55,28 @@ def refuse_plain(name: str, given: tuple[str, ...]) -> None:
         )
 
 
+def check_user(name: str, own: tuple[str, ...]) -> None:
+    """Refuse another role's user of the broker: most of what this role asks for would be refused, or worse, granted.
+
+    Args:
+        name: the user in the URL. One that `rollfab acl` does not make passes: nobody knows its rights here.
+        own: the roles whose users this role may go by; the first is named.
+
+    Raises:
+        ConfigError: names both users.
+    """
+    from ...fabric.queue.acl import RIGHTS, USER_PREFIX, user_name  # with redis, which the help of a role does not pay
+
+    role = name.removeprefix(USER_PREFIX)
+    if name.startswith(USER_PREFIX) and role in RIGHTS and role not in own:
+        wanted = user_name(own[0])
+        raise ConfigError(
+            f"the broker URL has the user of role {role}, {name}: role {own[0].partition('-')[0]} needs {wanted}. Look "
+            f"at its environment file: it is another role's, and should be {wanted}.env",
+            user=name,
+        )
+
+
 def need_directory(option: str, given: str | None) -> None:
     """Require that a directory which is named is there.
 
@@ -71,6 +93,9 @@ TIMEOUT = partial(need_seconds, "--timeout")
 @dataclass(frozen=True, kw_only=True)
 class RoleOptions:
     """Options of every role."""
+
+    USERS: ClassVar[tuple[str, ...]] = ("controller",)
+    """Roles of `rollfab acl` whose users of the broker it may go by."""
 
     url: str = option(
         "",
@@ -97,7 +122,7 @@ class RoleOptions:
         """
         self.worker_id("role")
         if self.url:
-            read_url(self.url)
+            check_user(user_of(self.url), self.USERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +187,8 @@ class ForeignOptions:
 class AgentOptions(TracedOptions):
     """Options of an agent."""
 
+    USERS = ("agent", "gateway")
+
     environment_count: int = option(256, "Environments at once.", key="count", least=1, most=SLOT_COUNT_MAX)
     timeout_s: float = option(30.0, "Seconds a reset or step may take.", key="timeout", check=TIMEOUT)
     play_count: int | None = option(
@@ -197,6 +224,8 @@ class AgentOptions(TracedOptions):
 class RewardOptions(TracedOptions):
     """Options of a reward worker."""
 
+    USERS = ("reward",)
+
     timeout_s: float = option(20.0, "Seconds one reward may take.", key="timeout", check=TIMEOUT)
     memory_mib: int = option(
         1024, "MiB that each process of a reward function may use.", key="memory", least=64, most=MEMORY_MIB_MAX
@@ -212,6 +241,8 @@ class RewardOptions(TracedOptions):
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions(TracedOptions):
     """Options of a rollout worker."""
+
+    USERS = ("worker",)
 
     role: str = option("dedicated", "dedicated or serving.", choices=ROLES)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -237,6 +268,8 @@ class WorkerOptions(TracedOptions):
 @dataclass(frozen=True, kw_only=True)
 class ApiOptions(TracedOptions):
     """Options of the api."""
+
+    USERS = ("api-control", "api-read", "api-trajectories", "trainer", "operator")
 
     host: str = option("127.0.0.1", "Address to listen on; anything but loopback needs keys.")
     port: int = option(8765, "Port; 0 picks a free one.", least=0, most=65535)
@@ -307,6 +340,8 @@ class ApiOptions(TracedOptions):
 @dataclass(frozen=True, kw_only=True)
 class GatewayOptions(TracedOptions):
     """Options of a gateway."""
+
+    USERS = ("gateway", "agent", "inference")
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8766, "Port; 0 picks a free one.", least=0, most=65535)

@@ -16,24 +16,48 @@ from .command import with_commands, wrapped
 
 PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "vllm_process_name"}
 WINDOW_S = 60.0
+REPEAT_S = 30.0  # in which a warning is written once, if all its facts are the same: what is refused, say, at each beat
 LINE_COUNT_MAX = 30  # of one warning within a window: enough to see what it is about
 EVENT_COUNT_MAX = 1000  # that are counted: names of our own are some hundreds, texts of libraries are without bound
 
 
 class Flood(logging.Filter):
-    """Lets so many lines of each warning pass in a minute; the next one says how many were left out."""
+    """Lets so many lines of each warning pass in a minute, and the same error once in half a minute; the next one says
+    how many were left out."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._now_s = now_s
         self._windows: dict[tuple[str, object], tuple[float, int]] = {}
         """Logger and event → since when, and how many."""
+        self._lines: dict[tuple[str, ...], tuple[float, int]] = {}
+        """Logger, event and facts → when it was written last, and how often it was left out since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Tell whether a line is written."""
         if record.levelno < logging.WARNING:
             return True
-        event, now_s = (record.name, record.msg), self._now_s()
+        now_s = self._now_s()
+        return self._is_news(record, now_s) and self._has_room(record, now_s)
+
+    def _is_news(self, record: logging.LogRecord, now_s: float) -> bool:
+        facts = {name: value for name, value in vars(record).items() if name not in PLAIN}
+        if "error" not in facts or record.exc_info:
+            return True
+        line = (record.name, str(record.msg), *(f"{name}={_short(value)}" for name, value in facts.items()))
+        at_s, count = self._lines.get(line, (-REPEAT_S, 0))
+        if now_s - at_s < REPEAT_S:
+            self._lines[line] = at_s, count + 1
+            return False
+        if count:
+            record.left_out = count
+        if len(self._lines) >= EVENT_COUNT_MAX and line not in self._lines:
+            self._lines.clear()
+        self._lines[line] = now_s, 0
+        return True
+
+    def _has_room(self, record: logging.LogRecord, now_s: float) -> bool:
+        event = (record.name, record.msg)
         since_s, count = self._windows.get(event, (now_s, 0))
         if now_s - since_s >= WINDOW_S:
             if count > LINE_COUNT_MAX:

@@ -29,6 +29,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.timeouts import TimerDeathPenalty
 
+from ...fabric.broker.clients.translate import translated
 from ...fabric.broker.clients.url import read_url
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import ConfigError, FabricError
@@ -262,7 +263,7 @@ def _ending_quietly() -> Iterator[None]:
     try:
         yield
     except RedisError as error:
-        log.warning("rewards.queue_lost", extra={"error": str(error)})
+        log.warning("rewards.queue_lost", extra={"error": str(translated(error))})
         raise StopRequested from error
 
 
@@ -328,7 +329,7 @@ class RewardWorker:
                 check_queue(self._queue)
                 self._serve()  # until we stop, or the broker is away or refuses us
             except RedisError as error:
-                log.warning("rewards.queue_lost", extra={"error": str(error)})
+                log.warning("rewards.queue_lost", extra={"error": str(translated(error))})
             except Exception:  # the top of a thread: no row of rq's ends the work
                 log.exception("rewards.queue_unreadable")
             self._is_stopping.wait(AWAY_S)

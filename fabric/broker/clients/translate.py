@@ -20,6 +20,10 @@ from redis import exceptions
 from ...contract.errors import BrokerError, BrokerFull, FabricError
 from .url import shown
 
+OWN_USER = (
+    "give each role the URL of its own user, which its environment file holds; if it has that, write the ACL file "
+    "again with `rollfab acl`, and load it there; grant a user of your own what is named, ACL SETUSER <user> +<command>"
+)
 # First match wins, so subclasses stand before their bases. {cause} is the text of the broker or the system.
 REPLIES: tuple[tuple[type[BaseException], str, str], ...] = (
     (
@@ -40,12 +44,12 @@ REPLIES: tuple[tuple[type[BaseException], str, str], ...] = (
     (
         exceptions.AuthorizationError,
         "permission",
-        "refused us ({cause}): grant the user in the URL more rights",
+        "refused us ({cause}): " + OWN_USER,
     ),
     (
         exceptions.NoPermissionError,
         "permission",
-        "refused a command ({cause}): grant it to that user, ACL SETUSER <user> +<command> ~*",
+        "refused a command ({cause}): " + OWN_USER,
     ),
     (exceptions.BusyLoadingError, "loading", "is still loading its data from disk: wait, then try again"),
     (exceptions.ReadOnlyError, "replica", "is a read-only replica: give the URL of the primary"),
@@ -110,7 +114,7 @@ TEXTS: tuple[tuple[str, str, str], ...] = (
     (
         "ACL failure in script",
         "permission",
-        "refused a script ({cause}): write its ACL file again with `rollfab acl`, and load it there",
+        "refused a script ({cause}): " + OWN_USER,
     ),
     ("MISCONF", "disk", "cannot save its data ({cause}): free disk space there, then look in its log"),
     (
@@ -154,7 +158,7 @@ class translate:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, exceptions.RedisError) and not isinstance(error, exceptions.DataError):
-            raise _ours(error, self._client) from _bare(error)
+            raise translated(error, self._client) from _bare(error)
 
 
 async def answers_of(pipeline: Any) -> list[Any]:
@@ -185,7 +189,8 @@ def name_of(options: Mapping[str, Any], *, is_tls: bool) -> str:
     return f"{'rediss' if is_tls else 'redis'}://{where}/{database}"
 
 
-def _ours(error: exceptions.RedisError, client: redis.asyncio.Redis | None) -> FabricError:
+def translated(error: exceptions.RedisError, client: redis.asyncio.Redis | None = None) -> FabricError:
+    """Say a library's error in our words, for who only writes it down."""
     name = "" if client is None else broker_name(client)
     reason, text, cause = _explain(error, is_tls=client is not None and _is_tls(client))
     kind = BrokerFull if reason == "full" else BrokerError

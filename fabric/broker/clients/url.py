@@ -129,6 +129,17 @@ def read_url(url: str | None) -> BrokerUrl:
     )
 
 
+def user_of(url: str) -> str:
+    """Return the name of the broker's user in a URL; "" where it names none.
+
+    Raises:
+        ConfigError: as `read_url`.
+    """
+    parts = urlsplit(read_url(url).client_url)
+    name, colon, _ = parts.netloc.rpartition("@")[0].partition(":")
+    return dict(parse_qsl(parts.query)).get("username") or (unquote(name) if colon else "")
+
+
 def is_local(url: str) -> bool:
     """Whether the broker would be on this machine: a unix socket, or a loopback address alone."""
     hosts = read_url(url).hosts

@@ -343,3 +343,32 @@ def test_code_beside_the_user_is_found_and_a_misspelt_variable_is_told(
     said = " ".join(typed("config", "check", str(file)).output.split())
     assert said.endswith("is right: 1 setting of agent")
     assert "ROLLFAB_AGENT_COUNTS is no setting of agent: did you mean ROLLFAB_AGENT_COUNT" in said
+
+
+# ---------------------------------------------------------------- the broker's users
+
+
+@pytest.mark.parametrize(
+    ("role", "user", "needed"),
+    [
+        ("agent", "worker", "agent"),
+        ("worker", "agent", "worker"),
+        ("reward", "agent", "reward"),
+        ("controller", "operator", "controller"),
+        ("api", "agent", "api-control"),
+        ("gateway", "trainer", "gateway"),
+    ],
+)
+def test_a_role_with_another_role_s_user_is_told_whose_it_is_and_whose_it_needs(
+    monkeypatch: pytest.MonkeyPatch, role: str, user: str, needed: str
+) -> None:
+    monkeypatch.setenv("ROLLFAB_URL", f"redis://rollfab-{user}:{PASSWORD}@h")
+    said = refused(role)
+    assert said.startswith(f"the broker URL has the user of role {user}, rollfab-{user}: role {role} needs ")
+    assert f"needs rollfab-{needed}. Look at its environment file" in said and PASSWORD not in said
+
+
+@pytest.mark.parametrize("user", ["rollfab-worker", "mine", "rollfab-mine", ""])
+def test_a_role_takes_its_own_user_and_those_that_we_do_not_know(user: str) -> None:
+    TABLES["worker"](url=f"redis://{user}:{PASSWORD}@h").check()
+    TABLES["worker"](url=f"unix:///x?username={user}&password={PASSWORD}").check()

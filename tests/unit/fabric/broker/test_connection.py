@@ -199,7 +199,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
     [
         (exceptions.OutOfMemoryError("command not allowed"), BrokerFull, "full", "raise maxmemory"),
         (exceptions.AuthenticationError("invalid password"), BrokerError, "auth", "password in the URL"),
-        (exceptions.NoPermissionError("no 'info'"), BrokerError, "permission", "ACL SETUSER"),
+        (exceptions.NoPermissionError("no 'info'"), BrokerError, "permission", "rollfab acl"),
         (exceptions.BusyLoadingError("loading"), BrokerError, "loading", "wait"),
         (exceptions.ReadOnlyError("replica"), BrokerError, "replica", "primary"),
         (exceptions.MovedError("3999 127.0.0.1:6381"), BrokerError, "cluster", "Cluster"),

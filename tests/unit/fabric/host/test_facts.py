@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 
-from rollfab.fabric.host.facts import EVENT_COUNT_MAX, LINE_COUNT_MAX, WINDOW_S, Flood
+from rollfab.fabric.host.facts import EVENT_COUNT_MAX, LINE_COUNT_MAX, REPEAT_S, WINDOW_S, Flood
 
 
 def record(event: str, level: int = logging.WARNING) -> logging.LogRecord:
@@ -35,10 +35,34 @@ def test_of_a_warning_that_repeats_some_lines_pass_each_minute_and_the_next_says
     assert not hasattr(next_one, "left_out")
 
 
+def test_the_same_error_with_the_same_facts_is_written_once_in_half_a_minute() -> None:
+    now_s = 0.0
+    flood = Flood(lambda: now_s)
+
+    def refusal(error: str, **facts: str) -> logging.LogRecord:
+        made = record("worker.heartbeat_failed")
+        vars(made).update(error=error, **facts)
+        return made
+
+    # Given a refusal that comes four times a second, for half a minute
+    assert [flood.filter(refusal("refused")) for _ in range(120)] == [True] + [False] * 119
+    # Then another one, and that of another run, are written
+    assert flood.filter(refusal("away")) and flood.filter(refusal("refused", run_id="r1"))
+    # And then it is written again, with what was left out
+    now_s += REPEAT_S
+    late = refusal("refused")
+    assert flood.filter(late) and late.left_out == 119  # type: ignore[attr-defined]
+
+
 def test_texts_without_end_are_not_all_kept() -> None:
     flood = Flood(lambda: 0.0)
     assert all(flood.filter(record(f"text {number}")) for number in range(3 * EVENT_COUNT_MAX))
     assert len(flood._windows) <= EVENT_COUNT_MAX
+    for number in range(3 * EVENT_COUNT_MAX):
+        made = record("row.unreadable")
+        made.error = f"text {number}"
+        flood.filter(made)
+    assert len(flood._lines) <= EVENT_COUNT_MAX
 
 
 def test_a_program_that_sets_up_no_logging_sees_warnings_with_their_facts_until_it_does() -> None:
