@@ -568,6 +568,10 @@ class AsyncRun:
                     raise
                 await asyncio.sleep(HEAL_LOOK_S)
 
+    async def is_there(self) -> bool:
+        """Whether the run is still the one that was opened here: it is not deleted, nor made again since."""
+        return await self._ledger.is_there()
+
     async def head_version(self) -> int:
         """Return the newest published version; -1 before the first."""
         self._home.check()

@@ -36,6 +36,7 @@ class Run(Protocol):
 
     @property
     def receipts(self) -> Receipts: ...
+    async def is_there(self) -> bool: ...
     async def head_version(self) -> int: ...
     async def submit(
         self,
@@ -75,6 +76,7 @@ class Runs:
 
     async def find(self, run_id: str) -> Run:
         """Return a run that exists. Raises RunUnknown."""
+        await self._forget_if_gone(run_id)
         if run_id not in self._open:
             self._keep(run_id, await self._trainer.run(run_id))
         return self._open[run_id]
@@ -83,6 +85,7 @@ class Runs:
         """Create a run, or change its settings. Raises as `AsyncFabric.run`."""
         _check(settings, "self", "run_id", "model", "environment")
         changed = await self._trainer.run(run_id, model=model, environment=environment, **settings)
+        await self._forget_if_gone(run_id)
         kept = self._open.get(run_id)
         if kept is None or kept.config.model != changed.config.model:
             await self.forget(run_id)
@@ -95,6 +98,7 @@ class Runs:
         """Open an evaluation of a run. Raises as `AsyncFabric.evaluation`."""
         _check(settings, "self", "run_id", "version", "name", "model")
         evaluation = await self._trainer.evaluation(run_id, version, name=name, **settings)
+        await self._forget_if_gone(evaluation.config.run_id)
         kept = self._open.setdefault(evaluation.config.run_id, evaluation)  # it may have groups in hand
         kept.config = evaluation.config
         return kept
@@ -103,6 +107,11 @@ class Runs:
         """Forget a run that is gone, with the groups of it that are in hand."""
         if (run := self._open.pop(run_id, None)) is not None:
             await run.close()
+
+    async def _forget_if_gone(self, run_id: str) -> None:
+        """Forget a run that was deleted, also where one was made again under its name."""
+        if (run := self._open.get(run_id)) is not None and not await run.is_there():
+            await self.forget(run_id)
 
     def _keep(self, run_id: str, run: Run) -> None:
         self._open.setdefault(run_id, run)  # another request may have opened it meanwhile

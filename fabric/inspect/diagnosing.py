@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..contract.errors import RunUnknown
 from ..contract.lease_plan import LeasePlan
+from ..contract.records import WorkerInfo
 from ..contract.sharing import LendSetting
 from ..ports.queue import LeaseBoard, RunDetails, RunStatus, Survey
 from ..rules.lending.hours import minute_of_week
@@ -21,7 +22,7 @@ from ..rules.lending.terms import LendTerms, terms
 from ..rules.queue.push import no_such_run
 from .diagnosis import MISSING, SILENT_MS, Cause, Scene, diagnose
 
-__all__ = ["Cause", "Reading", "diagnose_run", "diagnose_survey", "read_fabric"]
+__all__ = ["Cause", "Reading", "diagnose_run", "diagnose_survey", "forgotten", "read_fabric"]
 
 EVENT_COUNT = 256  # the newest, among which those of half a minute are looked for
 DETAILED_COUNT_MAX = 64  # runs whose details are read at once: more of them would not be read by people either
@@ -82,18 +83,22 @@ async def diagnose_survey(
     scene = _scene(survey, lends, plan, details, memory)
     causes = {name: diagnose(scene, name) for name in names}
     if any(each.code in MISSING and each.kind == "stuck" for found in causes.values() for each in found):
-        scene = replace(scene, gone=await _gone(board, survey))
+        scene = replace(scene, gone=await forgotten(board, survey.wall_ms))
         causes = {name: diagnose(scene, name) for name in names}
     return causes
 
 
-async def _gone(board: LeaseBoard, survey: Survey) -> dict[str, tuple[str, int]]:
-    """Return whom the controller has forgotten of late: it is rid of them long before they are surely dead."""
-    found: dict[str, tuple[str, int]] = {}
+async def forgotten(board: LeaseBoard, wall_ms: int) -> dict[str, tuple[WorkerInfo, int]]:
+    """Return whom the controller has forgotten of late, with his age in ms: it is rid of him long before he is surely dead.
+
+    wall_ms: the time of the broker's machine. Of a worker its name, role and pool are known.
+    """
+    found: dict[str, tuple[WorkerInfo, int]] = {}
     for event_id, kind, facts in await board.newest_events("", EVENT_COUNT):
         if kind == "worker.gone" and isinstance(facts.get("silent_ms"), int):
-            age_ms = survey.wall_ms - int(event_id.partition("-")[0]) + facts["silent_ms"]
-            found.setdefault(str(facts.get("worker_id")), (str(facts.get("role")), age_ms))
+            name, role, pool = (str(facts.get(word) or "") for word in ("worker_id", "role", "pool"))
+            age_ms = wall_ms - int(event_id.partition("-")[0]) + facts["silent_ms"]
+            found.setdefault(name, (WorkerInfo(worker_id=name, role=role, pid=0, host="", pool=pool), age_ms))
     return found
 
 

@@ -136,8 +136,8 @@ class Scene:
     terms: of serving workers. reasons: of the controller's plan, by worker. quiet_s: by run, how long nothing has come
     of it, as the controller saw; a run that is not there: not known. stale_counts: by run, trajectories that ended too
     stale since one more was completed or a group consumed. memory_bytes: what the broker holds, and its
-    limit (0: none). bad_rows: what the reading passed over. gone: roles of workers that the controller has forgotten of
-    late, with the age of their last heartbeat, ms.
+    limit (0: none). bad_rows: what the reading passed over. gone: workers that the controller has forgotten of late, with
+    the age of their last heartbeat, ms.
     """
 
     workers: Mapping[str, tuple[WorkerInfo, int]] = field(default_factory=dict)
@@ -150,12 +150,12 @@ class Scene:
     details: Mapping[str, RunDetails] = field(default_factory=dict)
     memory_bytes: tuple[int, int] = (0, 0)
     bad_rows: Sequence[BadRow] = ()
-    gone: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    gone: Mapping[str, tuple[WorkerInfo, int]] = field(default_factory=dict)
 
     def silent(self, roles: Sequence[str]) -> dict[str, int]:
         """Return who of these roles was heard of at all, with the age of the last heartbeat, ms."""
-        known = {name: (info.role, age_ms) for name, (info, age_ms) in self.workers.items()}
-        return {name: age_ms for name, (role, age_ms) in {**self.gone, **known}.items() if role in roles}
+        heard = {**self.gone, **self.workers}
+        return {name: age_ms for name, (info, age_ms) in heard.items() if info.role in roles}
 
     @cached_property
     def by_role(self) -> Mapping[str, list[WorkerInfo]]:
@@ -536,6 +536,8 @@ def _unleased(view: _View) -> Iterator[Cause]:
             kind: Kind | None = "passing" if may_pass and CODES[code][0] == "stuck" else None
             named = "; ".join(reasons[code][:NAME_COUNT])
             more = "; and others" if len(reasons[code]) > NAME_COUNT else ""
+            if "all serving workers" in named:  # the strictest word holds: one for a pool alone changes nothing
+                step = step.partition(", or ")[0]
             if code == "lend_off" and all(each.role == "serving" for each in view.holders.values()):
                 text = f"no dedicated worker of its model is connected, and {text}"
                 step = f"{step}; or start a dedicated one: `rollfab worker --model MODEL`"

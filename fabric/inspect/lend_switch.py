@@ -16,6 +16,7 @@ from ..contract.sharing import LendSetting
 from ..ports.queue import LeaseBoard
 from ..rules.lending.hours import minute_of_week
 from ..rules.lending.terms import check_known, concerns, terms
+from .diagnosing import forgotten
 
 LOOK_S = 0.05
 
@@ -52,8 +53,9 @@ async def switch(
         InputError: nobody has that name, or the outcome is no setting; nothing was switched.
     """
     workers, lends = await board.workers(), await board.lends()
-    if not is_future:
-        check_known(subject, [info for info, _ in workers.values()], lends)
+    if not is_future:  # who was there a moment ago may come back as he was: what is said now must hold for him
+        late = await forgotten(board, await board.wall_ms())
+        check_known(subject, [info for info, _ in (*late.values(), *workers.values())], lends)
     concerned = {name: info for name, (info, _) in workers.items() if concerns(subject, info)}
     minute = minute_of_week(await board.wall_ms())
     lent = _lending(concerned, lends, minute)

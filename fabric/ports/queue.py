@@ -438,6 +438,10 @@ class RolloutStream(Protocol):
         """Say of each group whether it is here, or was consumed or cancelled lately: then a push changes nothing."""
         ...
 
+    async def is_there(self) -> bool:
+        """Whether the run is still the one that this client began with: it is not deleted, nor made again since."""
+        ...
+
     async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
         """Say that this client consumes under a name: what it received is its own for `duration_s` from now.
 

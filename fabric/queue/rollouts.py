@@ -145,6 +145,13 @@ class RedisRolloutStream:
                 if isinstance(found, bytes):
                     self._first_fences[shard] = found.decode("utf-8", "replace")
 
+    async def is_there(self) -> bool:
+        await self._learn([0])
+        known = self._first_fences.get(0)
+        with translate():
+            (found,) = checked(await self._scripts.channel.ask_many([("HGET", self._shards.all[0].run, "first_fence")]))
+        return known is None or found == known.encode()
+
     def _push_call(self, group: GroupPush, first_fence: str) -> Call:
         keys = self._shards.of(group.group_id)
         facts = dump_json(_facts(group))

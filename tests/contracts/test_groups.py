@@ -951,6 +951,7 @@ async def test_a_client_of_a_deleted_run_is_refused_by_one_of_its_name(world: Wo
     assert await settle(world, claim)
 
     # Then it can neither push nor consume, and says what has become of its run
+    assert not await world.rollouts.is_there() and await world.again.is_there()
     calls = {
         "push": lambda: world.rollouts.push([group_of_size("older", 1)]),
         "beat": lambda: world.rollouts.beat("t", 60.0),

@@ -212,7 +212,8 @@ class Controller:
     async def _forget(self, term: int, silent: Mapping[str, tuple[WorkerInfo, int]]) -> None:
         if silent and await self._board.forget_workers(term, list(silent)):
             facts = [
-                {"worker_id": name, "role": info.role, "silent_ms": age_ms} for name, (info, age_ms) in silent.items()
+                {"worker_id": name, "role": info.role, "pool": info.pool, "silent_ms": age_ms}
+                for name, (info, age_ms) in silent.items()
             ]
             await self._board.add_events([("worker.gone", each) for each in facts])
 

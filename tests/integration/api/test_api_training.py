@@ -144,6 +144,24 @@ async def test_next_steps_are_routes_and_fields(api: ApiWorld, tmp_path: Path) -
     assert 'create it again with PUT /v1/runs/any {"model", "environment"}' in said["message"]
 
 
+async def test_a_run_that_is_made_again_takes_groups_at_once(api: ApiWorld) -> None:
+    made = {"model": "tiny", "environment": "frozenlake"}
+    for _ in range(3):
+        assert (await api.http.put("v1/runs/mine", json=made)).status_code == 200
+        await post(api, "v1/runs/mine/groups", tasks=[{}], group_ids=["g"])
+        await api.fabric.board.delete_run("mine")
+
+
+async def test_a_worker_that_was_heard_of_a_moment_ago_may_be_taken_back(api: ApiWorld) -> None:
+    """It may be frozen, and come back as lent as it was."""
+    gone = {"worker_id": "frozen", "role": "serving", "pool": "late", "silent_ms": 5_000}
+    await api.fabric.board.add_event("worker.gone", gone)
+    await post(api, "v1/workers/frozen/lend", value="off")
+    await post(api, "v1/pools/late/lend", value="off")
+    said = await api.fabric.board.lends()
+    assert {name: each.mode for name, each in said.items()} == {"frozen": "off", "pool:late": "off"}
+
+
 async def test_runs_are_made_and_changed_and_what_is_wrong_is_named(api: ApiWorld) -> None:
     made = {"model": "tiny", "environment": "frozenlake", "settings": {"staleness": 3}}
     for _ in range(2):
