@@ -89,7 +89,7 @@ async def diagnose_survey(
 
 
 async def forgotten(board: LeaseBoard, wall_ms: int) -> dict[str, tuple[WorkerInfo, int]]:
-    """Return whom the controller has forgotten of late, with his age in ms: it is rid of him long before he is surely dead.
+    """Return whom the controller has forgotten of late, with his age in ms: long before he is surely dead.
 
     wall_ms: the time of the broker's machine. Of a worker its name, role and pool are known.
     """

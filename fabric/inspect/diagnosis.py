@@ -136,8 +136,8 @@ class Scene:
     terms: of serving workers. reasons: of the controller's plan, by worker. quiet_s: by run, how long nothing has come
     of it, as the controller saw; a run that is not there: not known. stale_counts: by run, trajectories that ended too
     stale since one more was completed or a group consumed. memory_bytes: what the broker holds, and its
-    limit (0: none). bad_rows: what the reading passed over. gone: workers that the controller has forgotten of late, with
-    the age of their last heartbeat, ms.
+    limit (0: none). bad_rows: what the reading passed over. gone: workers that the controller has forgotten of late,
+    with the age of their last heartbeat, ms.
     """
 
     workers: Mapping[str, tuple[WorkerInfo, int]] = field(default_factory=dict)

@@ -24,7 +24,8 @@ async def unknown_run(client: Any, run_id: str) -> RunUnknown:
     """Make the error for a run that is not there: for some days we know that it was deleted."""
     with translate():
         left_ms = int(await client.pttl(names.deleted_run(run_id)))
-    return no_such_run(run_id, names.DELETED_TTL_MS - left_ms if left_ms > 0 else None)
+        is_another = await client.hget(names.RUNS, run_id) is not None
+    return no_such_run(run_id, names.DELETED_TTL_MS - left_ms if left_ms > 0 else None, is_made_again=is_another)
 
 
 def queue_status(pipeline: Any, keys: ShardKeys, *, has_rewards: bool = False) -> None:

@@ -147,7 +147,11 @@ async def test_a_broker_without_persistence_forgets_the_run_and_says_so(tmp_path
                 await fabric.trajectories(RUN).claim("agent", 1)
             assert caught.value.facts["reason"] == "forgotten"
             await fabric.board.create_run(RUN)
-            assert await rollouts.push([group_of("g1")]) == [True]
+            with pytest.raises(
+                RunUnknown, match="was lost by its broker, with all that it had, and made again: open it"
+            ):
+                await rollouts.push([group_of("g1")])
+            assert await fabric.rollouts(RUN).push([group_of("g1")]) == [True]
 
 
 async def check_books(server: RedisServer, group_count: int) -> None:

@@ -73,11 +73,21 @@ def another_task(run_id: str, group_id: str) -> InputError:
     )
 
 
-def no_such_run(run_id: str, deleted_ago_ms: int | None = None, *, known: Iterable[str] = ()) -> RunUnknown:
+def no_such_run(
+    run_id: str, deleted_ago_ms: int | None = None, *, known: Iterable[str] = (), is_made_again: bool = False
+) -> RunUnknown:
     """Make the error for a run that was never created, or was deleted.
 
-    deleted_ago_ms: None: nobody knows that it was deleted. known: runs that exist.
+    deleted_ago_ms: None: nobody knows that it was deleted. known: runs that exist. is_made_again: one of its name does.
     """
+    if is_made_again:
+        ended = "lost by its broker" if deleted_ago_ms is None else f"deleted {deleted_ago_ms / 1000:.0f} s ago"
+        facts = {} if deleted_ago_ms is None else {"deleted_ago_ms": deleted_ago_ms}
+        return RunUnknown(
+            f"run {run_id!r} was {ended}, with all that it had, and made again: open it again with fabric.run(…)",
+            run_id=run_id,
+            **facts,
+        )
     if deleted_ago_ms is not None:
         return RunUnknown(
             f"run {run_id!r} was deleted {deleted_ago_ms / 1000:.0f} s ago, with all that it had on this broker: "
