@@ -104,10 +104,10 @@ class RedisLeaseBoard(RedisLeases):
             "when_stale": config.when_stale,
         }
         await self._client.hset(keys.run, mapping=limits)
-        fields = {"depth": 0, "bytes": 0, "head_version": -1}
+        firsts = {"depth": 0, "bytes": 0, "head_version": -1}
         if await self._client.hget(keys.run, "head_version") is None:  # a run that has one goes on as it began
-            fields = {"first_fence": made_ms // 100, "moved_by": made_ms, **fields}
-        for field, first in fields.items():
+            firsts = {"first_fence": made_ms // 100, "moved_by": made_ms, **firsts}
+        for field, first in firsts.items():
             await self._client.hsetnx(keys.run, field, first)
         ready = (*keys.trajectory.ready, *keys.turn.ready)
         for stream, group in (
