@@ -131,8 +131,8 @@ IN_LUA: dict[str, tuple[str, str]] = {
     ),
     # Turns are handed to workers however old their weights are.
     "stale-workers-served": (
-        "  if head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end",
-        "",
+        "  if is_of_another or head - tonumber(ARGV[5]) > whole(facts[2], 0) then return {-1, head} end",
+        "  if is_of_another then return {-1, head} end",
     ),
     # A trainer that was replaced may acknowledge what its successor holds.
     "late-acknowledgement-counts": (
