@@ -84,7 +84,7 @@ def no_such_run(
         ended = "lost by its broker" if deleted_ago_ms is None else f"deleted {deleted_ago_ms / 1000:.0f} s ago"
         facts = {} if deleted_ago_ms is None else {"deleted_ago_ms": deleted_ago_ms}
         return RunUnknown(
-            f"run {run_id!r} was {ended}, with all that it had, and made again: open it again with fabric.run(…)",
+            f"run {run_id!r} was {ended}, with all that it had, and made again: open it again, and repeat the call",
             run_id=run_id,
             **facts,
         )
