@@ -103,7 +103,9 @@ def read_keys_file(path: Path) -> list[KeyRow]:
             data = file.read(KEYS_FILE_BYTES_MAX + 1)
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
-        advice = f": `rollfab api keys new NAME --file {path}` makes it" if is_missing else ""
+        make = f"`rollfab api keys new NAME --file {path}` makes it"
+        control = f"`rollfab api keys new NAME --control --file {path}` one whose key may act, as a gateway's must"
+        advice = f": {make}, {control}" if is_missing else ""
         raise ConfigError(f"the keys file {path} cannot be read: {error.strerror}{advice}") from error
     if mode & 0o022:
         raise ConfigError(f"the keys file {path} can be written by other users: chmod 600 {path}", path=str(path))
