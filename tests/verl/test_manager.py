@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,7 +108,7 @@ def test_a_killed_worker_costs_no_row_and_doubles_none(
     uids = trainer.submit(list(range(8)))
     fabric.until(lambda: fabric.claimed_by(run, "dedicated") > 4, 30.0, "the worker generates")
     # When the worker is killed
-    os.kill(fabric.supervisor.children["dedicated"].pid, signal.SIGKILL)
+    fabric.kill("dedicated")
     fabric.until(lambda: run.status().counters.get("groups_consumed", 0) == 8, 90.0, "every group came")
     batch = trainer.sample(8)
     # Then each session has one row

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +154,7 @@ def test_a_forced_call_is_of_an_offered_tool_with_arguments_that_fit(stage: Stag
     named = {"type": "function", "function": {"name": "aim"}}
     fields = {"required": {}, "named": {"tool_choice": named}, "single": {"parallel_tool_calls": False}}[choice]
     counts: set[int] = set()
+    cut_count = 0
     for seed in range(24):
         if seed >= 6 and (choice != "required" or max(counts) > 1):
             break  # several calls at once are rare
@@ -164,6 +163,9 @@ def test_a_forced_call_is_of_an_offered_tool_with_arguments_that_fit(stage: Stag
         for _ in range(2):
             wished = {"tool_choice": "required", "seed": seed, **fields}
             (answer,) = session.say(*history, tools=[AIM, STAY], **wished).choices
+            if answer.finish_reason == "length":  # a number may have hundreds of digits
+                cut_count += 1
+                break
             assert answer.finish_reason == "tool_calls" and answer.message.content is None
             calls = answer.message.tool_calls
             for call in calls:
@@ -173,7 +175,7 @@ def test_a_forced_call_is_of_an_offered_tool_with_arguments_that_fit(stage: Stag
             counts.add(len(calls))
             results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in calls]
             history += [answer.message, *results]
-    assert counts == {1} if choice != "required" else max(counts) > 1
+    assert cut_count <= 3 and (counts == {1} if choice != "required" else max(counts) > 1)
     with pytest.raises(openai.BadRequestError, match="response_format"):
         session.say(user("no"), tools=[STAY], tool_choice="required", response_format={"type": "json_object"})
     session.end(reward=1.0)
@@ -219,7 +221,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_call_changes_nothing_of_its_
         asking, log = asyncio.create_task(ask("killed")), ShardKeys("killed", 0).turn.log
         saved = "some tokens of the call are saved"
         await asyncio.to_thread(stage.fabric.until, lambda: stage.fabric.redis.hlen(log), 60.0, saved)
-        os.kill(stage.fabric.supervisor.children["dedicated"].pid or 0, signal.SIGKILL)
+        stage.fabric.kill("dedicated")
         await asyncio.to_thread(stage.fabric.until, asking.done, 240.0, "the call is answered")
         return await asking
 

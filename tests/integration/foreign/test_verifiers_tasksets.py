@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,7 +113,7 @@ def test_an_agent_worker_that_is_killed_costs_no_generated_token(fabric: Process
     for _ in range(2):
         settled = _settled(fabric, "killed")
         fabric.until(lambda settled=settled: _settled(fabric, "killed") > settled, 120.0, "a turn is settled")
-        os.kill(fabric.supervisor.children["agent"].pid or 0, signal.SIGKILL)
+        fabric.kill("agent")
         fabric.wait_for_role("agent")
     groups = fabric.collect(run, 2, 180.0)
     for group in groups:

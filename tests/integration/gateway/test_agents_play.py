@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,7 +89,7 @@ def test_agents_and_workers_that_are_killed_cost_no_generated_token(fabric: Proc
             60.0,
             "a turn is settled",
         )
-        os.kill(fabric.supervisor.children[name].pid or 0, signal.SIGKILL)
+        fabric.kill(name)
     groups = fabric.collect(run, 3, 120.0)
     # Then the rollouts are the same, and no turn was made twice
     assert all(group.failures == () for group in groups)

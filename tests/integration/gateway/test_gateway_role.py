@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +12,7 @@ import openai
 import pytest
 
 from tests.integration.gateway.exactness import check_exact
-from tests.support.processes.fabric_processes import Processes, processes
+from tests.support.processes.fabric_processes import processes
 from tests.support.processes.gateway_process import Gateway, running_gateway, user
 
 pytest.importorskip("torch")
@@ -87,9 +85,12 @@ def test_calls_survive_the_loss_of_their_workers(gateway: Gateway) -> None:
         talking = asyncio.create_task(talk("killed"))
         for _ in range(3):
             await asyncio.to_thread(
-                fabric.until, lambda: _is_at_work(fabric), 60.0, "the worker has a turn of the run in hand"
+                fabric.until,
+                lambda: talking.done() or fabric.claimed_by(runs["killed"], "dedicated"),
+                60.0,
+                "the worker has a turn of the run in hand",
             )
-            os.kill(fabric.supervisor.children["dedicated"].pid or 0, signal.SIGKILL)
+            fabric.kill("dedicated")
         await asyncio.to_thread(fabric.until, talking.done, 90.0, "all calls are answered")
         return await talking
 
@@ -105,18 +106,13 @@ def test_calls_survive_the_loss_of_their_workers(gateway: Gateway) -> None:
             assert {side.name for side in rollout.sides} == {"top_ids", "top_logprobs"}
 
 
-def _is_at_work(fabric: Processes) -> bool:
-    status = fabric.ask(lambda ports: ports.board.run_status("killed"))
-    return status.turns.get("claimed", 0) > 0
-
-
 @pytest.mark.fault
 def test_a_killed_gateway_ends_its_sessions_and_nothing_that_was_made_is_made_again(gateway: Gateway) -> None:
     run = gateway.fabric.new_run("lost", "gateway", is_lively=True, sampling={"seed": 3})
     run.submit([{}], group_size=1)
     session = gateway.open("lost")
     first = session.say(user("hi")).choices[0].message.content
-    os.kill(gateway.fabric.supervisor.children["gateway"].pid or 0, signal.SIGKILL)
+    gateway.fabric.kill("gateway")
     gateway.fabric.until(lambda: not gateway.answers(), 10.0, "it is gone")
     gateway.fabric.until(gateway.answers, 60.0, "it is back")
     with pytest.raises(openai.AuthenticationError):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import random
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,8 +147,8 @@ def test_requests_survive_the_loss_of_their_worker_while_another_joins(fleet: In
     async def killing() -> list[httpx.Response]:
         asking = asyncio.create_task(all_at_once())
         for _ in range(2):
-            await asyncio.to_thread(fabric.until, lambda: _claimed(fabric) > 0, 60.0, "a worker has a turn in hand")
-            os.kill(fabric.supervisor.children["dedicated"].pid or 0, signal.SIGKILL)
+            await asyncio.to_thread(fabric.until, lambda: asking.done() or _held(fabric), 60.0, "it has a turn in hand")
+            fabric.kill("dedicated")
             if "second" not in fabric.supervisor.children:
                 fabric.start("second", "worker")
         await asyncio.to_thread(fabric.until, asking.done, 120.0, "all requests are answered")
@@ -165,6 +164,10 @@ def test_requests_survive_the_loss_of_their_worker_while_another_joins(fleet: In
 
 def _claimed(fabric: Processes) -> int:
     return fabric.ask(lambda ports: ports.board.run_status(RUN)).turns.get("claimed", 0)
+
+
+def _held(fabric: Processes) -> int:
+    return fabric.claimed_by(fabric.fabric.run(RUN), "dedicated")
 
 
 def _tokens(responses: list[httpx.Response]) -> list[list[int]]:
@@ -315,7 +318,7 @@ def test_carriers_are_used_up_replaced_and_seen_by_no_consumer(fleet: InferenceP
         fleet.post(GENERATE, ask(*PROMPT), headers={"x-session-id": session} if session else {})
     held = fabric.ask(lambda ports: ports.board.run_status(RUN)).depth
     assert held >= 3
-    os.kill(fabric.supervisor.children["inference"].pid or 0, signal.SIGKILL)
+    fabric.kill("inference")
     fabric.until(lambda: not fleet.answers(), 10.0, "it is gone")
     fabric.until(fleet.answers, 60.0, "it is back")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -95,11 +94,10 @@ def test_eight_clients_at_once_lose_nothing_while_workers_die_and_join(fleet: In
     fabric = fleet.fabric
     process = sdk(fleet, tmp_path, CLIENTS, SAMPLES, LENGTH)
     for _ in range(2):
-        fabric.until(lambda: _claimed(fleet) > 0 or process.poll() is not None, 100.0, "a worker has a turn in hand")
-        os.kill(fabric.supervisor.children["dedicated"].pid or 0, signal.SIGKILL)
+        fabric.until(lambda: process.poll() is not None or _held(fleet), 100.0, "the worker has a turn in hand")
+        fabric.kill("dedicated")
         if "second" not in fabric.supervisor.children:
             fabric.start("second", "worker")
-        fabric.supervisor.watch()
     fabric.until(lambda: process.poll() is not None, 200.0, "all clients have their answers")
     # Then every one has the same answers
     assert [row[:2] + row[4:5] for row in said(process, tmp_path)] == [row[:2] + row[4:5] for row in calm]
@@ -114,7 +112,7 @@ def test_while_no_worker_is_there_the_sdk_logs_why_and_goes_on_when_one_comes(
     # Given a fleet whose only worker was killed, and nobody starts it again
     fabric = fleet.fabric
     for name in {"dedicated", "second"} & set(fabric.supervisor.children):
-        os.kill(fabric.supervisor.children[name].pid or 0, signal.SIGKILL)
+        fabric.kill(name)
     # When the SDK samples; then it logs the cause and the next step, in our words
     process = sdk(fleet, tmp_path, 1, 1, 24)
     log = tmp_path / LOGGED
@@ -130,5 +128,5 @@ def test_while_no_worker_is_there_the_sdk_logs_why_and_goes_on_when_one_comes(
     assert len(said(process, tmp_path)[0][1]) == 24
 
 
-def _claimed(fleet: InferenceProcess) -> int:
-    return fleet.fabric.ask(lambda ports: ports.board.run_status(RUN)).turns.get("claimed", 0)
+def _held(fleet: InferenceProcess) -> int:
+    return fleet.fabric.claimed_by(fleet.fabric.fabric.run(RUN), "dedicated")

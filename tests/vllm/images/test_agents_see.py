@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +125,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_an_answer_to_an_image_changes_
         asking, log = asyncio.create_task(ask("killed")), ShardKeys("killed", 0).turn.log
         await asyncio.to_thread(fabric.until, lambda: asking.done() or fabric.redis.hlen(log), 60.0, "tokens are saved")
         assert not asking.done(), asking.result()
-        os.kill(fabric.supervisor.children["dedicated"].pid or 0, signal.SIGKILL)
+        fabric.kill("dedicated")
         await asyncio.to_thread(fabric.until, asking.done, 240.0, "the call is answered")
         return await asking
 
