@@ -38,9 +38,10 @@ Entries = dict[bytes, list[bytes]]  # stream → names of its entries, in order
 
 @dataclass
 class Tape:
-    """The commands of each step, and the entries that the recording saw in its streams."""
+    """The commands of each step, the entries that the recording saw in its streams, and where its fences begin."""
 
     shape: Shape
+    first_fence: bytes = b""
     steps: list[list[Command]] = field(default_factory=list)
     entries: Entries = field(default_factory=dict)
 
@@ -61,6 +62,7 @@ async def record(shape: Shape) -> Tape:
         async with tap, await RedisFabric.open(tap.url, client_name="bench-tape") as fabric:
             lanes = lanes_of(fabric, run, shape, Tally())
             with _Door(broker.url) as door:
+                tape.first_fence = door.ask(b"HGET", ShardKeys(TAPE_RUN, 0).run.encode(), b"first_fence")
                 for steps in zip(*(lane.steps() for lane in lanes), strict=True):
                     tap.commands = []
                     for _, step in steps:
@@ -76,6 +78,8 @@ def replay(tape: Tape, url: str, run_id: str) -> float:
     entries: Entries = {}
     duration_s = 0.0
     with _Door(url) as door:
+        # Its commands name claims by their fences
+        door.ask(b"HSET", ShardKeys(run_id, 0).run.encode(), b"first_fence", tape.first_fence)
         for step in tape.steps:
             names = {
                 stream: dict(zip(known, entries.get(stream.replace(old, new), ()), strict=False))
