@@ -1,7 +1,7 @@
 """The simulated cluster: instances, turns that wait, tools, and serving load.
 
 - Agents have as many places as there are slots, those that may be lent included: so many trajectories are under way,
-  the others wait. A turn is asked for as soon as its environment has answered.
+  the others wait (machine/agents.py). A turn is asked for as soon as its environment has answered.
 - Turns wait in one stream, by urgency, then first come, first served; whoever has been free for longest takes as many
   as it has slots for, or its share. With `home`, a turn waits for the worker with its context; another one takes it
   when it could have read that meanwhile and has nothing else to do, and a second later before all else.
@@ -9,7 +9,8 @@
 - Several runs may share the workers, each with agents, turns, weights and homes of its own: clusters beside each other.
   A worker works for one of them, its tenant, and goes to another by way of a lease, without its prefixes.
 - Nobody hears that a worker has died: its claims end CLAIM_S after they were renewed last, and its turns go on from the
-  tokens that were saved then; its lease ends once it was silent for FORGET_S.
+  tokens that were saved then; its lease ends once it was silent for FORGET_S. Of agents that die: machine/agents.py.
+- What goes through the broker waits while it is away: machine/broker.py.
 - Who is lent decides a lender (lending.py), what a step is a trainer (training.py).
 """
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,12 +27,13 @@ from ...fabric.contract.records import RunConfig, Span
 from ...fabric.queue.turns import CLAIM_MS
 from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, READY_MS, Homes
 from ...fabric.rules.queue.retries import is_stale
-from ...workers.agent.run import AgentConfig
 from ...workers.controller.controller import ControllerConfig
 from ...workers.rollout.config import RolloutConfig
 from ...workers.serving.guarding.guard import Guard, GuardConfig, GuardOrders, Policy
 from ..replay.records import Arrival
+from .machine.agents import REAP_S, Agents
 from .machine.books import Books, Broken
+from .machine.broker import Broker, through_broker
 from .machine.cost import Model
 from .machine.engine import Engine, EngineOptions
 from .machine.events import Events
@@ -47,7 +48,7 @@ STRAY_COUNT, SHARE_SLACK = 16, 1.125  # as use/strays.lua and use/share.lua of t
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
 DRAIN_S = 600.0
 SAVE_S, ROUND_S = RolloutConfig.log_s, RolloutConfig.poll_s  # between two renewals of a claim, and two rounds at most
-CLAIM_S, REAP_S = CLAIM_MS / 1000, AgentConfig.reap_s
+CLAIM_S = CLAIM_MS / 1000
 FORGET_S = ControllerConfig.worker_age_ms_max / 1000
 RUN, MODEL = "run", "model"
 NUMBERS = 10**9  # of trajectories, for each run
@@ -60,6 +61,7 @@ class Setup:
 
     offered: of the lendable, those that may be lent; None: all. places: shared, home, or affine (ROSE's router).
     staleness: versions behind the head that may still generate. lent_places: of agents, for each slot that may be lent.
+    agents: that trajectories are divided among.
     """
 
     rollout: Model
@@ -86,6 +88,7 @@ class Setup:
     policy: Policy | None = None
     serving_chunk: int = CHUNK_TOKENS
     staleness: int = 1
+    agents: int = 1
 
 
 def urgency(missing: int, quorum: int, *, was_held: bool, priority: int = 1) -> int:
@@ -114,11 +117,10 @@ class Cluster:
         )
         self._share_workers(host) if host is not None else self._make_workers()
         self.batches: list[Batch] = []
-        self.place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
+        place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
+        self.agents = Agents(self.events, self.broker, setup.agents, place_count, self._begin_trajectory)
         self.completed_count = self.kept_count = 0
         self._homes = Homes()
-        self._queued: deque[Trajectory] = deque()
-        self._claimed = 0
         self._is_draining = False
         self._ready: list[Waiting] = []  # a heap: urgency, number, turn
         self._parked: dict[str, list[Waiting]] = {}  # by home: heaps of turns that wait for it
@@ -131,6 +133,7 @@ class Cluster:
     def _make_workers(self) -> None:
         setup = self.setup
         self.events, self.books = Events(), Books()
+        self.broker = Broker(self.events)
         self.dedicated = [self._engine(f"own-{n}", n, setup.kv_dedicated) for n in range(setup.dedicated)]
         self.lendable = [self._serving_engine(f"lent-{n}", n) for n in range(setup.lendable)]
         for engine in self.dedicated:
@@ -146,7 +149,7 @@ class Cluster:
         self._dying: set[Turn] = set()  # with their worker, at the end of the step under way
 
     def _share_workers(self, host: Cluster) -> None:
-        self.events, self.books = host.events, host.books
+        self.events, self.books, self.broker = host.events, host.books, host.broker
         self.dedicated, self.lendable, self.engines = host.dedicated, host.lendable, host.engines
         self.by_name, self.offered = host.by_name, host.offered
         self._leased = []
@@ -238,6 +241,7 @@ class Cluster:
             wake_s = 0.0 if is_awake else self.setup.activation_s
             self.events.after(wake_s + fetch_s, self._got_ready, engine, number, fetch_s)
 
+    @through_broker
     def _got_ready(self, engine: Engine, number: int, fetch_s: float) -> None:
         if engine.is_leased and self._leases[engine.name] == number:
             engine.is_ready, engine.fetched_s = True, fetch_s
@@ -258,6 +262,7 @@ class Cluster:
     def _fetch_s(self, engine: Engine) -> float:
         return self.setup.fetch_s if engine.version != self.head_version else 0.0
 
+    @through_broker
     def publish(self) -> None:
         """Give all engines that work for the run new weights; prefixes of older ones are of no use."""
         self.head_version += 1
@@ -266,12 +271,24 @@ class Cluster:
                 engine.version = self.head_version
                 engine.forget_prefixes()
 
-    # ---- workers that die
+    # ---- the broker, agents and workers that die
+
+    def reconnect(self) -> None:
+        """Let the broker be back: it takes what has waited, and gives out what waits there."""
+        self.broker.come_back()
+        for run in self.beside:
+            run.agents.claim()
+            run.place()
+
+    def kill_agent(self, agent: int) -> None:
+        """End an agent without a word; nobody knows the homes of what it had."""
+        for trajectory in self.agents.kill(agent):
+            self._homes.leave(str(trajectory.number))
 
     def save(self) -> None:
         """Let workers renew the claims that are due, and save the tokens of their turns."""
         now_s = self.events.now_s
-        for engine in self.engines:
+        for engine in self.engines if not self.broker.is_away else ():
             if engine.turn_count and engine.name not in self.dead:
                 for turn, made in engine.progress():
                     if turn.renewed_at_s <= now_s - SAVE_S:
@@ -282,7 +299,6 @@ class Cluster:
         self.dead.add(engine.name)
         engine.is_ready = False
         self._leases[engine.name] = self._leases.get(engine.name, 0) + 1  # it does not get ready any more
-        self.books.death_count += 1
         turns = engine.turns()
         self._dying.update(turns)
         engine.take_back(turns, keeps_tokens=True)
@@ -311,9 +327,15 @@ class Cluster:
         self.books.loses(turn, turn.made - saved)
         self._lost.add(turn)
         reaped_s = REAP_S * math.ceil((turn.renewed_at_s + CLAIM_S) / REAP_S)
-        self.events.at(max(self.events.now_s, reaped_s), self._reap, turn)
+        self.events.at(max(self.events.now_s, reaped_s), self._reap, turn, self.broker.silent_s)
 
-    def _reap(self, turn: Turn) -> None:
+    @through_broker
+    def _reap(self, turn: Turn, silent_s: float) -> None:
+        """Let a turn whose claim has ended go on; silent_s: of the broker, when the claim had so long to go."""
+        left_s = self.broker.silent_s - silent_s
+        if left_s > 0.0 or self.agents.are_dead:
+            self.events.after(max(REAP_S, left_s), self._reap, turn, self.broker.silent_s)
+            return
         self._lost.remove(turn)
         turn.version = turn.version if turn.made else -1
         self._hand_over(turn)
@@ -321,6 +343,7 @@ class Cluster:
 
     # ---- trajectories
 
+    @through_broker
     def submit(self, plan: StepPlan, on_done: Callable[[], None]) -> None:
         """Submit a step's groups. on_done: called when enough of them are complete."""
         batch = Batch(plan=plan, on_done=on_done, began_s=self.events.now_s, missing_groups=plan.needed)
@@ -332,25 +355,36 @@ class Cluster:
                 trajectory = Trajectory(self._trajectories, each, state)
                 self.books.submits(trajectory.number)
                 batch.open[trajectory.number] = trajectory
-                self._queued.append(trajectory)
-        self._claim()
+        self.agents.add(list(batch.open.values()))
 
-    def _claim(self) -> None:
-        """Let agents take trajectories, as long as they have places."""
-        while self._queued and self._claimed < self.place_count:
-            trajectory = self._queued.popleft()
-            if not trajectory.is_over:
-                trajectory.is_claimed = True
-                self._claimed += 1
-                self.events.after(trajectory.plan.start_s, self._ask, trajectory)
+    def _begin_trajectory(self, trajectory: Trajectory) -> None:
+        """Begin the environment of a trajectory that an agent has claimed; play again what was played before."""
+        self._play(trajectory, trajectory.plan.start_s, 0)
 
-    def _release(self, trajectory: Trajectory) -> None:
-        self._claimed -= trajectory.is_claimed
-        trajectory.is_over, trajectory.is_claimed = True, False
+    def _play(self, trajectory: Trajectory, delay_s: float, known: int) -> None:
+        """Let a trajectory's environment answer the turns that are over, of which it has seen `known`."""
+        for each in trajectory.plan.turns[known : trajectory.index]:
+            delay_s += each.tool_s
+        self.events.after(delay_s, self._go_on, trajectory, trajectory.fence, trajectory.index)
+
+    @through_broker
+    def _go_on(self, trajectory: Trajectory, fence: int, known: int) -> None:
+        """Do what comes once an environment has answered so many turns, unless its agent has died meanwhile."""
+        if trajectory.is_over or trajectory.fence != fence:
+            return
+        if trajectory.index > known:  # a turn has ended as the ones before were played again
+            self._play(trajectory, 0.0, known)
+        elif known == len(trajectory.plan.turns):
+            self._complete(trajectory)
+        else:
+            trajectory.is_followed = True
+            if trajectory.turn is None:
+                self._ask(trajectory)
 
     def counts(self) -> tuple[int, int]:
         """Count the trajectories that wait for an agent, and those under way."""
-        return sum(len(batch.open) for batch in self.batches) - self._claimed, self._claimed
+        claimed = self.agents.claimed_count
+        return sum(len(batch.open) for batch in self.batches) - claimed, claimed
 
     def waiting_count(self) -> int:
         """Count the turns that wait or run."""
@@ -358,8 +392,6 @@ class Cluster:
         return len(self._ready) + len(self._homed) + len(self._lost) + held
 
     def _ask(self, trajectory: Trajectory) -> None:
-        if trajectory.is_over:
-            return
         plan = trajectory.plan.turns[trajectory.index]
         turn = Turn(
             trajectory, trajectory.index, trajectory.context_tokens, trajectory.fresh_tokens, plan.output_tokens
@@ -408,10 +440,10 @@ class Cluster:
 
     def place(self) -> None:
         """Let workers take turns that wait: who has been free for longest first, as many as it has slots for."""
+        if self.broker.is_away or not (self._ready or self._homed):
+            return
         if self.setup.places == "affine":
             self._route()
-            return
-        if not (self._ready or self._homed):
             return
         share = self._share()
         own = self.index
@@ -452,7 +484,7 @@ class Cluster:
         total = slots * len(self._leased)
         if self.setup.places == "shared" or total <= slots:
             return slots
-        return min(slots, math.ceil(SHARE_SLACK * self._claimed * slots / total))
+        return min(slots, math.ceil(SHARE_SLACK * self.agents.claimed_count * slots / total))
 
     def _left_to_others(self, row: Waiting | None) -> Waiting | None:
         """Return a turn for anybody if nobody came for it in a while; else look again then."""
@@ -512,10 +544,12 @@ class Cluster:
         turn.saved, turn.renewed_at_s = turn.made, self.events.now_s
         engine.begin(turn)
 
+    @through_broker
     def _ended_of_all(self, engine: Engine, turns: list[Turn]) -> None:
         for run, own in self._by_run(turns):
             run._ended(engine, own)
 
+    @through_broker
     def _came_back_of_all(self, engine: Engine, turns: list[Turn]) -> None:
         for run, own in self._by_run(turns):
             run._came_back(engine, own)
@@ -557,30 +591,30 @@ class Cluster:
             self._dying.discard(turn)
             if trajectory.is_over:
                 continue
-            self._homes.note(self.run, str(trajectory.number), Span(0, turn.made, engine.name, engine.version))
+            if trajectory.is_followed:
+                self._homes.note(self.run, str(trajectory.number), Span(0, turn.made, engine.name, engine.version))
             if trajectory.oldest_version < 0:
                 trajectory.oldest_version = turn.version
             plan = trajectory.plan.turns[trajectory.index]
             trajectory.context_tokens += turn.made + plan.observation_tokens
             trajectory.fresh_tokens = plan.observation_tokens
             trajectory.index += 1
-            is_last = trajectory.index == len(trajectory.plan.turns)
-            self.events.after(plan.tool_s, self._complete if is_last else self._ask, trajectory)
+            if trajectory.is_followed:
+                trajectory.is_followed = False
+                self._play(trajectory, 0.0, trajectory.index - 1)
         self.place()
 
     def _complete(self, trajectory: Trajectory) -> None:
-        if trajectory.is_over:
-            return
         if is_stale(trajectory.oldest_version, self.head_version, self.setup.staleness):
             raise Broken(f"trajectory {trajectory.number} is {trajectory.oldest_version} of {self.head_version}: stale")
         self.books.completes(trajectory.number)
         self.completed_count += 1
         group = trajectory.group
         batch = group.batch
-        self._release(trajectory)
+        self.agents.release(trajectory)
         del batch.open[trajectory.number]
         group.missing -= 1
-        self._claim()
+        self.agents.claim()
         if group.missing or group.index not in batch.plan.kept:
             return
         batch.missing_groups -= 1
@@ -593,13 +627,13 @@ class Cluster:
     def _cancel(self, batch: Batch) -> None:
         """End what a step no longer needs."""
         for trajectory in batch.open.values():
-            self._release(trajectory)
+            self.agents.release(trajectory)
             self.books.completes(trajectory.number, is_cancelled=True)
             turn = trajectory.turn
             if turn is not None and turn.engine:
                 self.by_name[turn.engine].take_back([turn], keeps_tokens=True)
         batch.open = {}
-        self._claim()
+        self.agents.claim()
 
     def check(self) -> None:
         """Check the books against the engines, and each engine's time.

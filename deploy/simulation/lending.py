@@ -21,6 +21,7 @@ from ...fabric.rules.lending import capacity, division
 from ...fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_requests, followed
 from ...fabric.rules.lending.capacity import CapacityRule, Grant
 from ...fabric.rules.serving.facts import StepWork
+from ...workers.controller.controller import ControllerConfig
 from ...workers.controller.demand import Census
 from ...workers.rollout.engine_watch import LOOK_S
 from ...workers.rollout.turns import TurnSize
@@ -32,6 +33,7 @@ from .machine.turns import Turn
 
 POOL, KEPT = "serving", "kept"  # serving workers whose team lends them, and others
 ONE = StepWork(decode_count=1)
+LEASE_S = ControllerConfig.lease_ms / 1000  # until a lease on a serving worker ends that nobody renews
 TICK_S = 0.5  # between two plans; production makes one every 0.25 s
 TELL_S = 2.0  # until a router that polls once a second has heard of new advice
 FOLLOW_S = 0.25  # between two looks of a lent worker at its guard and memory; production looks every 0.1 s
@@ -51,6 +53,14 @@ class Lender(Protocol):
 
     def came_back(self, engine: Engine) -> None:
         """Hear that a worker that had died has started anew."""
+        ...
+
+    def fell_silent(self) -> None:
+        """Hear that no plan reaches anybody from now on: the controller has died, or the broker is away."""
+        ...
+
+    def spoke_again(self, *, is_new: bool) -> None:
+        """Hear that plans do again. is_new: of a controller that knows nothing."""
         ...
 
 
@@ -137,6 +147,12 @@ class Nobody:
         """Do nothing."""
 
     def came_back(self, engine: Engine) -> None:
+        """Do nothing."""
+
+    def fell_silent(self) -> None:
+        """Do nothing."""
+
+    def spoke_again(self, *, is_new: bool) -> None:
         """Do nothing."""
 
 
@@ -231,6 +247,7 @@ class Planned(Nobody):
         self._told: dict[str, WorkerInfo] = {}  # the last heartbeats
         self._anew: set[str] = set()  # workers that never woke since they started again
         self.move_count = 0  # of workers, from one run to another
+        self._silence_count = self._spoken_count = 0  # why nobody plans just now; how often somebody did again
 
     def start(self, cluster: Cluster) -> None:
         """Begin to tick."""
@@ -248,6 +265,26 @@ class Planned(Nobody):
         if engine.serving is not None:
             self._workers[engine.name] = self._worker(engine)
 
+    def fell_silent(self) -> None:
+        """Plan nothing for now; leases on serving workers run out."""
+        self._silence_count += 1
+        self._cluster.events.after(LEASE_S, self._run_out, self._spoken_count)
+
+    def spoke_again(self, *, is_new: bool) -> None:
+        """Plan again."""
+        self._silence_count -= 1
+        self._spoken_count += 1
+        if is_new:
+            self._census, self._grants, self._owed, self._advice = Census(), [], {}, {}
+
+    def _run_out(self, spoken_count: int) -> None:
+        """End the leases that nobody has renewed."""
+        if self._silence_count and self._spoken_count == spoken_count:
+            for engine in self._cluster.lendable:
+                if engine.is_leased:
+                    self._draining.discard(engine.name)
+                    self._cluster.beside[engine.tenant].revoke(engine)
+
     def _follow(self, cluster: Cluster) -> None:
         for engine in cluster.lendable:
             if engine.is_leased or engine.turn_count:
@@ -258,6 +295,9 @@ class Planned(Nobody):
         cluster.events.after(FOLLOW_S, self._follow, cluster)
 
     def _tick(self, cluster: Cluster) -> None:
+        cluster.events.after(TICK_S, self._tick, cluster)
+        if self._silence_count:
+            return
         now_s = cluster.events.now_s
         survey = self._survey(cluster, now_s)
         infos = [info for info, _ in survey.workers.values()]
@@ -274,7 +314,6 @@ class Planned(Nobody):
         by_run = {each.run.run_id: each for each in cluster.beside}
         for grant in self._grants:
             self._carry_out(cluster.by_name[grant.worker_id], by_run.get(grant.run_id or ""), cluster)
-        cluster.events.after(TICK_S, self._tick, cluster)
 
     def _carry_out(self, engine: Engine, run: Cluster | None, cluster: Cluster) -> None:
         """Let an engine work for a run; None: for none."""

@@ -11,7 +11,7 @@ from ..cli.printing import Cell, Console, new_table
 from .arms import ARMS
 from .machine.cost import COST_MODEL_ERROR
 from .run import Run
-from .scenario import Scenario
+from .scenario import FailuresPart, Scenario
 
 TAG = f"simulated; {COST_MODEL_ERROR}; not validated against real runs"
 RESAMPLE_COUNT = 2000
@@ -136,18 +136,18 @@ def notes_of(found: dict[str, Any]) -> list[str]:
         "h: of the time of the GPUs that serve, computed for rollouts, training included; H*: the oracle's.",
         "in SLO: serving requests within TTFT and TPOT; worst: of the worst minute; P99: TTFT/TPOT.",
         *(_OF_RUNS if len(found["scenario"]["runs"]["weights"]) > 1 else ()),
-        *(_of_deaths(rows) if found["scenario"]["failures"]["hours_between"] else ()),
+        *(_of_deaths(rows, found["scenario"]["failures"]) if any(row["deaths"]["mean"] for row in rows) else ()),
         f"The simulator's speed: {min(speeds):.0f} to {max(speeds):.0f} simulated seconds in one of a core, by arm.",
     ]
 
 
-def _of_deaths(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Say how often workers died, and what died with them: the fewest and the most, by arm."""
+def _of_deaths(rows: Sequence[dict[str, Any]], failures: dict[str, Any]) -> list[str]:
+    """Say how often somebody died, and what died with workers: the fewest and the most, by arm."""
     deaths = [row["deaths"]["mean"] for row in rows]
     lost = [100 * row["lost_fraction"]["mean"] for row in rows]
     return [
-        f"Workers died {min(deaths):.1f} to {max(deaths):.1f} times a run, lent ones or not; "
-        f"{min(lost):.2f} to {max(lost):.2f} % of all tokens died with them."
+        f"Deaths in a run: {min(deaths):.1f} to {max(deaths):.1f} (of {', '.join(FailuresPart(**failures).mortals)}); "
+        f"{min(lost):.2f} to {max(lost):.2f} % of all tokens died with their workers."
     ]
 
 

@@ -139,6 +139,7 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
         keeps_tokens=arm.keeps_tokens,
         policy=arm.policy,
         serving_chunk=arm.serving_chunk,
+        agents=scenario.failures.agents,
     )
 
 
@@ -197,7 +198,7 @@ def _trainer(scenario: Scenario, arm: Arm, cluster: Cluster, lender: Lender) -> 
 def _require_over(trainer: Trainer, scenario: Scenario, arm: str) -> None:
     if trainer.is_over:
         return
-    hours, fewer = scenario.simulation.hours_max, " fewer [failures]," if scenario.failures.hours_between else ""
+    hours, fewer = scenario.simulation.hours_max, " fewer [failures]," if scenario.failures.mortals else ""
     raise FabricError(
         f"arm {arm} did {len(trainer.steps)} of {scenario.work.steps} steps in {hours:g} simulated "
         f"hours: give it fewer trajectories, more GPUs,{fewer} or a higher [simulation] hours_max"

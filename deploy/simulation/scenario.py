@@ -91,12 +91,28 @@ class RunsPart:
 
 @dataclass(frozen=True, kw_only=True)
 class FailuresPart:
-    """[failures]: rollout workers die. hours_between: of a worker's deaths, on average; 0: none dies. back_s: until it
-    has started again; then it wakes and fetches weights like any (activation_s, transfer_s).
+    """[failures]: who dies. hours_between: of a rollout worker's deaths, on average; 0: none dies; the others: of an
+    agent's, the controller's and the broker's. back_s: until it has started again; a worker then wakes and fetches
+    weights like any (activation_s, transfer_s). agents: that trajectories are divided among.
     """
 
     hours_between: float = 0.0
+    agent_hours_between: float = 0.0
+    controller_hours_between: float = 0.0
+    broker_hours_between: float = 0.0
     back_s: float = 60.0
+    agents: int = 4
+
+    @property
+    def mortals(self) -> list[str]:
+        """Who dies, for people."""
+        hours = {
+            "workers": self.hours_between,
+            "agents": self.agent_hours_between,
+            "controllers": self.controller_hours_between,
+            "brokers": self.broker_hours_between,
+        }
+        return [name for name, each in hours.items() if each]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +183,7 @@ def read_scenario(source: str | Path) -> Scenario:
             raise ConfigError(f"{name}: {key} is no part of a scenario: {did_you_mean(key, ['name', *PARTS])}")
         elif not isinstance(value, dict):
             raise ConfigError(f"{name}: {key} is no table: write [{key}], and its settings below")
-        elif key == "failures" and "hours_between" not in value and not set(value) - {"back_s"}:
+        elif key == "failures" and value.keys() <= {"back_s", "agents"}:
             raise ConfigError(f"{name}: [failures] has no hours_between, of a worker's deaths: without it none dies")
         else:
             found[key] = _part(name, key, value)
@@ -234,12 +250,21 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "trainer.transfer_s": (0, 86_400),
     "trainer.activation_s": (0, 3600),
     "failures.hours_between": (0.01, 1_000_000),
+    "failures.agent_hours_between": (0.01, 1_000_000),
+    "failures.controller_hours_between": (0.01, 1_000_000),
+    "failures.broker_hours_between": (0.01, 1_000_000),
+    "failures.agents": (1, 1000),
     "failures.back_s": (0, 86_400),
     "simulation.noise": (0, 0.5),
     "simulation.cost_error": (0.1, 10),
     "simulation.hours_max": (0.01, 1000),
 }
-NOTHING = {"failures.hours_between": ", or 0: no worker dies"}  # what 0 means where it is out of bounds
+NOTHING = {  # what 0 means where it is out of bounds
+    "failures.hours_between": ", or 0: no worker dies",
+    "failures.agent_hours_between": ", or 0: no agent dies",
+    "failures.controller_hours_between": ", or 0: no controller dies",
+    "failures.broker_hours_between": ", or 0: the broker never dies",
+}
 
 
 def checked(scenario: Scenario, name: str) -> Scenario:

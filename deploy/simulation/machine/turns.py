@@ -31,14 +31,20 @@ class Batch:
 
 
 class Trajectory:
-    """A trajectory under way: its next turn, and the tokens before it."""
+    """A trajectory under way: its next turn, and the tokens before it.
+
+    agent: the one that has it; None: it waits for one. fence: how often an agent has died with it. is_followed: whether
+    its agent waits for its turn; while the trajectory is replayed, it does not.
+    """
 
     __slots__ = (
+        "agent",
         "context_tokens",
+        "fence",
         "fresh_tokens",
         "group",
         "index",
-        "is_claimed",
+        "is_followed",
         "is_over",
         "made",
         "number",
@@ -53,7 +59,9 @@ class Trajectory:
         self.context_tokens = self.fresh_tokens = plan.prompt_tokens
         self.turn: Turn | None = None
         self.oldest_version = -1  # of the policies that made it; -1: none did yet
-        self.is_over = self.is_claimed = False
+        self.is_over = self.is_followed = False
+        self.agent: int | None = None
+        self.fence = 0
 
 
 class Turn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.simulation.cluster import FORGET_S, ROUND_S, Cluster, Setup
-from rollfab.deploy.simulation.lending import POOL, Planned
+from rollfab.deploy.simulation.failing import LEAD_S
+from rollfab.deploy.simulation.lending import POOL, Lender, Nobody, Planned
 from rollfab.deploy.simulation.machine.cost import Model
 from rollfab.deploy.simulation.machine.serving import Request, latencies_ms
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan
@@ -90,19 +92,17 @@ def span_s(outcome: Outcome) -> float:
     return max(row[0] for row in outcome.lines if row[2] == "settle") - begun_s(outcome)
 
 
-def predicted_s(outcome: Outcome, options: Options, life_s: float = 0.0, away_s: float = 1e6) -> float:
-    """The same, of the simulated cluster, with the turns that there were.
-
-    life_s: until a worker dies; 0: none does. away_s: from then until it, or its successor, takes turns again.
-    """
-    return predicted(outcome, options, ServingLoad(), life_s, away_s)[0]
+def predicted_s(outcome: Outcome, options: Options, trouble: Trouble | None = None) -> float:
+    """The same, of the simulated cluster, with the turns that there were."""
+    return predicted(outcome, options, ServingLoad(), trouble)[0]
 
 
 def predicted(
-    outcome: Outcome, options: Options, serving: ServingLoad, life_s: float = 0.0, away_s: float = 1e6
+    outcome: Outcome, options: Options, serving: ServingLoad, trouble: Trouble | None = None
 ) -> tuple[float, list[Request]]:
     """The same, and serving's requests."""
-    turns = Counter(row[3].rpartition(".")[0] for row in outcome.lines if row[2] == "turn.result")
+    ended_turns = {row[3] for row in outcome.lines if row[2] == "turn.result"}  # a result may come twice
+    turns = Counter(name.rpartition(".")[0] for name in ended_turns)
     groups = [
         tuple(
             TrajectoryPlan(4, (TurnPlan(options.tokens, 2, options.pace_s),) * turns[f"g{group}.{index}"])
@@ -129,23 +129,23 @@ def predicted(
             tpot_ms=150.0,
             noise=0.0,
             places="home",
+            agents=options.agent_count,
         )
     )
-    cluster.place_count = options.agent_count * options.environment_count
+    cluster.agents.place_count = options.agent_count * options.environment_count
     ended: list[float] = []
     plan = StepPlan(groups=groups, needed=len(groups), kept=frozenset(range(len(groups))))
+    lender: Lender = Nobody()
     start_s = 0.0
     if options.serving_count:
         start_s = begun_s(outcome)
-        planned = Planned()
+        lender = planned = Planned()
         planned.start(cluster)
         for at_s, mode in serving.switched:
             cluster.events.at(at_s, planned._lends.update, {f"pool:{POOL}": LendSetting(mode=mode)})
     cluster.events.at(start_s, cluster.submit, plan, lambda: ended.append(cluster.events.now_s))
-    if life_s:
-        cluster.events.after(life_s, cluster.kill, cluster.dedicated[0])
-        cluster.events.after(life_s + FORGET_S, cluster.forget, cluster.dedicated[0])
-        cluster.events.after(life_s + away_s, cluster.revive, cluster.dedicated[0])
+    if trouble is not None:
+        trouble.strike(cluster, lender, begun_s(outcome) - start_s)
         renewing(cluster)
     cluster.events.run(lambda: bool(ended), 1e6)
     cluster.check()
@@ -237,37 +237,109 @@ def renewing(cluster: Cluster) -> None:
     cluster.events.after(ROUND_S, renewing, cluster)
 
 
-class Mortal(World):
-    """The fabric, of which one worker is killed and nobody is told; another one begins after a while."""
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """Who dies, when, and how long it is until he, or his successor, is there again. Nobody is told."""
 
-    dies_at_s = back_s = 0.0
+    who: str
+    at_s: float
+    back_s: float
+
+    def strike(self, cluster: Cluster, lender: Lender, begun_s: float) -> None:
+        """Let it happen to the simulated cluster, whose time counts from `begun_s` of the fabric's."""
+        at_s, worker = self.at_s - begun_s, cluster.dedicated[0]
+        befalls: dict[str, list[tuple[float, Callable[[], Any]]]] = {
+            "dedicated": [
+                (0.0, lambda: cluster.kill(worker)),
+                (FORGET_S, lambda: cluster.forget(worker)),
+                (self.back_s, lambda: cluster.revive(worker)),
+            ],
+            "agent": [(0.0, lambda: cluster.kill_agent(0)), (self.back_s, lambda: cluster.agents.revive(0))],
+            "controller": [
+                (0.0, lender.fell_silent),
+                (max(self.back_s, LEAD_S), lambda: lender.spoke_again(is_new=True)),
+            ],
+            "broker": [
+                (0.0, cluster.broker.go),
+                (0.0, lender.fell_silent),
+                (self.back_s, cluster.reconnect),
+                (self.back_s, lambda: lender.spoke_again(is_new=False)),
+            ],
+        }
+        for after_s, do in befalls[self.who]:
+            cluster.events.at(at_s + after_s, do)
+
+
+class Troubled(World):
+    """The fabric, in which somebody dies."""
+
+    trouble: Trouble
 
     async def run(self) -> None:
-        self._loop.call_later(self.dies_at_s, self._die)
+        self._loop.call_later(self.trouble.at_s, self._strike)
         await super().run()
 
-    def _die(self) -> None:
-        victim = self.links["dedicated-1"].process
-        self.facts.note("fault", "crash", victim.name)
-        victim.trouble_s = self._loop.time()
-        self.crash(victim, after_s=self.back_s)
+    def _strike(self) -> None:
+        who, back_s = self.trouble.who, self.trouble.back_s
+        if who == "broker":
+            self.broker.stop()
+            self.broker.trouble_s = self._loop.time() + back_s
+            self._loop.call_later(back_s, self.broker.wake)
+            return
+        names = [name for name in self.links if name.startswith(f"{who}-")]
+        for name in names if who == "controller" else names[:1]:  # the one in reserve, too
+            victim = self.links[name].process
+            self.facts.note("fault", "crash", name)
+            victim.trouble_s = self._loop.time()
+            self.crash(victim, after_s=back_s)
+
+
+def with_trouble(options: Options, trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+    """How the fabric fares in trouble."""
+    monkeypatch.setattr(world, "World", Troubled)
+    monkeypatch.setattr(Troubled, "trouble", trouble, raising=False)
+    outcome = simulate(options)
+    assert not outcome.failure
+    return outcome
 
 
 @pytest.mark.parametrize("back_s", cases([6.0, 1e6], 1))
-@pytest.mark.parametrize("dies_at_s", cases([4.0, 6.3], 1))
+@pytest.mark.parametrize("at_s", cases([4.0, 6.3], 1))
 @pytest.mark.parametrize("name", cases(["turns queue for few slots", "long turns"], 1))
 def test_a_run_whose_worker_is_killed_takes_as_long_as_the_simulated_one(
-    name: str, dies_at_s: float, back_s: float, monkeypatch: pytest.MonkeyPatch
+    name: str, at_s: float, back_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world, "World", Mortal)
-    monkeypatch.setattr(Mortal, "dies_at_s", dies_at_s)
-    monkeypatch.setattr(Mortal, "back_s", back_s)
     options = replace(CALM, **OTHERS[name])
-    outcome = simulate(options)
-    assert not outcome.failure
+    outcome = with_trouble(options, Trouble(who="dedicated", at_s=at_s, back_s=back_s), monkeypatch)
     claims = [row[0] for row in outcome.lines if row[1:3] == ("dedicated-3", "turn.claim")]
-    away_s = min(claims, default=1e6) - dies_at_s
+    away_s = min(claims, default=1e6) - at_s
 
-    found_s = predicted_s(outcome, options, dies_at_s - begun_s(outcome), away_s)
+    found_s = predicted_s(outcome, options, Trouble(who="dedicated", at_s=at_s, back_s=away_s))
 
     assert found_s == pytest.approx(span_s(outcome), rel=0.05)
+
+
+FINE = {"group_count": 24, "turns": 6, "tokens": 12}  # so many short turns that no single one decides
+FINE_LENT = {**FINE, "slot_count": 8, "dedicated_count": 1, "serving_count": 1}
+TROUBLES = {
+    "an agent, and no other comes": (FINE, "agent", 1e6),
+    "an agent": ({**FINE, "pace_s": 0.9}, "agent", 6.0),
+    "one of two agents that have all slots": ({**FINE, "slot_count": 16, "pace_s": 0.6}, "agent", 1e6),
+    "the controllers, for a moment": (FINE_LENT, "controller", 1.0),
+    "the controllers": (FINE_LENT, "controller", 6.0),
+    "the broker": (FINE, "broker", 5.0),
+    "the broker, while tools take long": ({**FINE, "pace_s": 0.9}, "broker", 15.0),
+    "the broker, and leases run out": (FINE_LENT, "broker", 5.0),
+}
+
+
+@pytest.mark.parametrize("at_s", cases([4.0, 6.3], 1))
+@pytest.mark.parametrize("name", cases(TROUBLES, 3))
+def test_a_run_in_which_somebody_else_dies_takes_as_long_as_the_simulated_one(
+    name: str, at_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed, who, back_s = TROUBLES[name]
+    options, trouble = replace(CALM, **changed), Trouble(who=who, at_s=at_s, back_s=back_s)
+    outcome = with_trouble(options, trouble, monkeypatch)
+
+    assert predicted_s(outcome, options, trouble) == pytest.approx(span_s(outcome), rel=0.05)

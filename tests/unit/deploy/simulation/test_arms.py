@@ -230,7 +230,7 @@ def test_affinity_reads_less_again() -> None:
 def test_trajectories_under_way_are_as_many_as_slots_and_fewer_where_an_arm_says_so() -> None:
     wide = replace(SMALL, cluster=replace(SMALL.cluster, dedicated=2, serving=4))  # instances of four slots
     for arm, places in (("fixed", 8), ("ours", 24), ("ours-few", 12)):
-        assert Cluster(runs.setup_of(wide, ARMS[arm], 0.25, 0)).place_count == places
+        assert Cluster(runs.setup_of(wide, ARMS[arm], 0.25, 0)).agents.place_count == places
 
 
 def test_every_arm_runs_and_all_finish_the_same_work() -> None:

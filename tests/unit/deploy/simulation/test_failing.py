@@ -14,8 +14,9 @@ from rollfab.deploy.simulation.arms import ARMS
 from rollfab.deploy.simulation.cluster import CLAIM_S, FORGET_S, REAP_S, ROUND_S, SAVE_S, Cluster
 from rollfab.deploy.simulation.failing import Failures
 from rollfab.deploy.simulation.lending import Planned
+from rollfab.deploy.simulation.machine.agents import RENEW_S
 from rollfab.deploy.simulation.machine.books import Books, Broken
-from rollfab.deploy.simulation.machine.turns import Turn
+from rollfab.deploy.simulation.machine.turns import Trajectory, Turn
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan, draw_step
 from rollfab.deploy.simulation.run import setup_of
 from rollfab.deploy.simulation.scenario import FailuresPart, Scenario
@@ -31,6 +32,17 @@ PAIRS = replace(
     work=replace(SMALL.work, groups=3),
 )
 OFTEN = replace(PAIRS, failures=FailuresPart(hours_between=0.01, back_s=10.0))
+EVERYBODY = replace(
+    PAIRS,
+    failures=FailuresPart(
+        hours_between=0.02,
+        agent_hours_between=0.01,
+        controller_hours_between=0.01,
+        broker_hours_between=0.01,
+        back_s=4.0,
+        agents=2,
+    ),
+)
 TOKENS = 600
 
 once = cache(run)
@@ -148,6 +160,107 @@ def test_the_controller_counts_a_dead_worker_until_it_was_silent_for_long_and_th
     assert lent.guard is not guard
 
 
+class Played:
+    """A cluster of two agents with one trajectory of three short turns, and when each of these was begun."""
+
+    TOOL_S = 2.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cluster = Cluster(replace(setup_of(PAIRS, ARMS["fixed"], 0.0, 0), agents=2))
+        self.begun: list[tuple[int, int, float]] = []  # trajectory, turn, when
+        self.ended: list[float] = []
+        begin = Cluster._begin
+
+        def noted(cluster: Cluster, turn: Turn, engine: Any) -> None:
+            self.begun.append((*turn.key, cluster.events.now_s))
+            begin(cluster, turn, engine)
+
+        monkeypatch.setattr(Cluster, "_begin", noted)
+        turns = (TurnPlan(20, 4, self.TOOL_S),) * 3
+        plan = StepPlan(groups=[(TrajectoryPlan(400, turns),)], needed=1, kept=frozenset({0}))
+        self.cluster.submit(plan, lambda: self.ended.append(self.cluster.events.now_s))
+        (self.trajectory,) = self.cluster.batches[0].open.values()
+
+    def until(self, time_s: float) -> None:
+        self.cluster.events.at(time_s, lambda: None)  # so that it is then
+        self.cluster.events.run(lambda: False, time_s)
+        self.cluster.check()
+
+
+# In the first case its tool is under way as the agent dies, in the second its second turn, which ends meanwhile
+@pytest.mark.parametrize(("dies_at_s", "played", "next_turn"), [(1.0, 1, 1), (2.2, 2, 2)])
+def test_what_a_dead_agent_had_is_played_again_by_another_and_no_turn_is_made_again(
+    dies_at_s: float, played: int, next_turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Played(monkeypatch)
+    world.until(dies_at_s)
+    holder = world.trajectory.agent
+    assert holder is not None
+    world.cluster.kill_agent(holder)
+    world.until(100.0)
+    assert len(world.ended) == 1
+    assert [index for _, index, _ in world.begun] == [0, 1, 2]
+    claim_ended_s = dies_at_s // RENEW_S * RENEW_S + CLAIM_S
+    assert world.begun[next_turn][2] == pytest.approx(claim_ended_s + played * Played.TOOL_S)
+
+
+def test_while_no_agent_is_there_nobody_takes_back_what_others_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Played(monkeypatch)
+    world.until(3.0)
+    for agent in range(2):
+        world.cluster.kill_agent(agent)
+    world.until(50.0)
+    assert not world.ended
+    assert world.cluster.counts() == (0, 1)  # its claim is nobody's, and has not ended
+    world.cluster.agents.revive(1)
+    world.until(80.0)
+    assert len(world.ended) == 1
+
+
+def test_nothing_gets_through_while_the_broker_is_away_and_all_of_it_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calm = Played(monkeypatch)
+    calm.until(100.0)
+
+    world = Played(monkeypatch)
+    world.until(3.0)
+    world.cluster.broker.go()
+    begun = list(world.begun)
+    world.until(23.0)
+    assert world.begun == begun
+    world.cluster.reconnect()
+    world.until(100.0)
+    assert [index for _, index, _ in world.begun] == [0, 1, 2]
+    assert calm.ended[0] < world.ended[0] <= calm.ended[0] + 20.0
+
+
+@pytest.mark.parametrize("who", ["controller", "broker"])
+def test_leases_on_serving_workers_run_out_when_nobody_renews_them_and_come_back(who: str) -> None:
+    plan = Planned()
+    cluster = Cluster(setup_of(PAIRS, ARMS["ours"], 0.25, 0))
+    plan.start(cluster)
+    work = draw_step("frozenlake", seed=0, step=0, groups=16, group_size=8)
+    cluster.submit(work, lambda: None)
+    failures = Failures(cluster, plan, FailuresPart())
+    lent = cluster.lendable[0]
+    cluster.events.run(lambda: lent.is_leased, 1e3)
+    assert lent.is_leased
+    # When it is away for less than a lease lasts, then longer
+    (die, come_back) = {
+        "controller": (failures._lose_controller, failures._lead),
+        "broker": (failures._lose_broker, failures._reconnect),
+    }[who]
+    for away_s, is_kept in ((1.5, True), (3.0, False)):
+        die()
+        cluster.events.run(lambda: False, cluster.events.now_s + away_s)
+        assert lent.is_leased is is_kept
+        come_back()
+        cluster.events.run(lambda: lent.is_leased, cluster.events.now_s + 60.0)
+        assert lent.is_leased
+    cluster.check()
+
+
 def test_a_seed_kills_the_same_workers_in_every_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: dict[str, list[tuple[float, str]]] = {}
     kill = Cluster.kill
@@ -183,6 +296,38 @@ def test_every_arm_does_all_its_work_however_often_workers_die(arm: str) -> None
     assert found.lost > 0
     if not ARMS[arm].is_ahead:  # which has steps under way as it ends
         assert (found.tokens, found.turns) == work(OFTEN)
+
+
+@pytest.mark.parametrize("arm", arms(ARMS))
+def test_every_arm_does_all_its_work_whoever_dies(arm: str) -> None:
+    found = once(arm, EVERYBODY)
+    assert found.deaths >= 10
+    if not ARMS[arm].is_ahead:
+        assert (found.tokens, found.turns) == work(EVERYBODY)
+
+
+@settings(max_examples=tried(20), deadline=None)
+@given(
+    arm=st.sampled_from(["fixed", "static", "rose", "ours", "ours-advised", "no-move"]),
+    hours=st.tuples(*[st.sampled_from([0.0, 0.01, 0.03])] * 4),
+    back_s=st.sampled_from([0.0, 1.0, 2.5, 6.0, 20.0]),
+    agents=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+def test_the_books_are_right_whoever_dies(
+    arm: str, hours: tuple[float, ...], back_s: float, agents: int, seed: int
+) -> None:
+    worker, agent, controller, broker = hours
+    part = FailuresPart(
+        hours_between=worker,
+        agent_hours_between=agent,
+        controller_hours_between=controller,
+        broker_hours_between=broker,
+        back_s=back_s,
+        agents=agents,
+    )
+    found = run(arm, replace(PAIRS, failures=part), seed=seed)  # which checks tokens, trajectories and time
+    assert (found.tokens, found.turns) == work(PAIRS, seed)
 
 
 @settings(max_examples=tried(20), deadline=None)
@@ -234,7 +379,7 @@ def kept_twice(self: Cluster, turn: Turn) -> None:
     turn.made = turn.saved
 
 
-def run_twice(self: Cluster, turn: Turn) -> None:
+def run_twice(self: Cluster, turn: Turn, silent_s: float) -> None:
     self._lost.remove(turn)
     self._hand_over(turn)
     self.place()
@@ -242,10 +387,19 @@ def run_twice(self: Cluster, turn: Turn) -> None:
     self.place()
 
 
+def asked_again(self: Cluster, trajectory: Trajectory, fence: int, known: int) -> None:
+    if not trajectory.is_over and trajectory.fence == fence and known < len(trajectory.plan.turns):
+        trajectory.is_followed = True
+        self._ask(trajectory)  # though its turn is under way
+    elif not trajectory.is_over and trajectory.fence == fence:
+        self._complete(trajectory)
+
+
 PLANTS: dict[str, tuple[Any, str, Any, str]] = {
     "lost tokens are not counted": (Books, "loses", forgotten, "tokens made"),
     "tokens that died are handed over": (Cluster, "_lose", kept_twice, "tokens made"),
     "a claim ends twice": (Cluster, "_reap", run_twice, "at once|twice|tokens made|of"),
+    "a turn under way is asked for again": (Cluster, "_go_on", asked_again, "at once"),
 }
 
 
@@ -254,11 +408,11 @@ def test_a_bug_in_what_becomes_of_the_dead_gives_no_figures(name: str, monkeypat
     owner, method, planted, told = PLANTS[name]
     monkeypatch.setattr(owner, method, planted)
     with pytest.raises(Broken, match=told):
-        run("fixed", OFTEN)
+        run("fixed", EVERYBODY if method == "_go_on" else OFTEN)
 
 
 def test_turns_that_nobody_takes_back_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cluster, "_reap", lambda self, turn: None)
+    monkeypatch.setattr(Cluster, "_reap", lambda self, turn, silent_s: None)
     brief = replace(OFTEN, simulation=replace(OFTEN.simulation, hours_max=0.5))
     with pytest.raises(FabricError, match="did 0 of 1 steps"):
         run("fixed", brief)

@@ -50,9 +50,11 @@ def test_what_is_shipped_can_be_read(name: str) -> None:
         ("[work]\nkind = 'chess'", "kind 'chess'"),
         ("[simulation]\narms = ['roses']", "arms has no 'roses'"),
         ("[cluster]\ngpus_per_instance = 4\ndedicated = 6", "no whole number"),
-        ("[failures]\nhours_betwen = 1", "[failures] has no setting hours_betwen: did you mean hours_between?"),
+        ("[failures]\nhours_betwen = 1", "[failures] has no setting hours_betwen: did you mean hours_between"),
         ("[failure]\nhours_between = 1", "failure is no part of a scenario: did you mean failures?"),
-        ("[failures]\nback_s = 30", "[failures] has no hours_between"),
+        ("[failures]\nback_s = 30\nagents = 2", "[failures] has no hours_between"),
+        ("[failures]\nbroker_hours_between = 0.001", "expected 0.01 to 1e+06, or 0: the broker never dies"),
+        ("[failures]\nagent_hours_between = 1\nagents = 0", "agents is 0: expected 1 to 1000"),
         ("[failures]\nhours_between = -1", "hours_between is -1: expected 0.01 to"),
         ("[failures]\nhours_between = 0.001", "hours_between is 0.001: expected 0.01 to 1e+06, or 0: no worker dies"),
         ("[failures]\nhours_between = nan", "expected a number"),
@@ -130,7 +132,7 @@ def test_whatever_is_shown_says_that_it_is_simulated(tmp_path: Path, words: list
 
 
 def test_how_often_workers_died_is_told_where_they_may(tmp_path: Path) -> None:
-    told = "times a run"
+    told = "Deaths in a run: "
     mortal = written(tmp_path, TINY + "[failures]\nhours_between = 0.02\nback_s = 1")
     shown = CliRunner().invoke(app, ["sim", str(mortal), "--seeds", "1"], env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.output
