@@ -139,16 +139,13 @@ class AsyncFabric:
         existing = runs.get(run_id)
         if model is None or environment is None:
             if existing is None:
-                raise RunUnknown(
-                    f"run {run_id!r} does not exist on this broker: "
-                    + did_you_mean(run_id, runs, "Give a model and an environment to create it")
-                )
+                raise await self._unknown(run_id, runs)
             if model is not None:
                 settings |= await self._model(model, runs)
             given = {"environment": environment}
             settings |= {name: value for name, value in given.items() if value is not None}
             if not settings:
-                return self._open(existing)
+                return await self._open(existing)
             config = replace(existing, **settings)
         else:
             if existing is None:  # a trainer comes back to its run before the workers do
@@ -159,7 +156,17 @@ class AsyncFabric:
         if config.reward is not None and (existing is None or existing.reward != config.reward):
             await self._check_offered("reward", config.reward)
         await _check_able(self._ports, config)
-        return self._open(await self._ports.board.create_run(config))
+        return await self._open(await self._ports.board.create_run(config))
+
+    async def _unknown(self, run_id: str, runs: Mapping[str, RunConfig]) -> RunUnknown:
+        """Make the error for a run that is not there: it was deleted, or its name is misspelt."""
+        try:
+            await self._ports.board.run_status(run_id)
+        except RunUnknown as error:
+            if "deleted_ago_ms" in error.facts:
+                return error
+        advice = did_you_mean(run_id, runs, "Give a model and an environment to create it")
+        return RunUnknown(f"run {run_id!r} does not exist on this broker: {advice}")
 
     async def evaluation(
         self, run_id: str, version: int | None = None, *, name: str | None = None, **settings: Any
@@ -215,11 +222,15 @@ class AsyncFabric:
         given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "model_digest"}
         opened = await self.run(given.pop("run_id"), **given)
         evaluation = self._evaluations.setdefault(name, opened)
-        if evaluation is not opened:
+        if evaluation is not opened and await evaluation.is_there():
             evaluation.config = opened.config
             await self._drop(opened)
-        if weights is not None:
-            await evaluation._publish_next(weights, version=goal, is_first=held < 0)
+        elif evaluation is not opened:
+            self._evaluations[name] = opened
+            await self._drop(evaluation)
+            evaluation = opened
+        if weights is not None:  # as they are live already, so whatever they are
+            await evaluation.publish(weights, version=goal, allow_nonfinite=True)
         return evaluation
 
     async def _drop(self, run: AsyncRun) -> None:
@@ -227,8 +238,9 @@ class AsyncFabric:
         self._opened.remove(run)
         await run.close()
 
-    def _open(self, config: RunConfig) -> AsyncRun:
+    async def _open(self, config: RunConfig) -> AsyncRun:
         run = AsyncRun(self._ports, config, self._open_ledgers, self._spans)
+        await run.is_there()  # so that it knows its run again
         self._opened.append(run)
         return run
 
@@ -342,7 +354,7 @@ class AsyncRun:
         self.config = config
         self._publisher: Publisher | None = None
         self._group: Any = None  # of ranks, that its publisher was made with
-        rollouts = ports.rollouts(config)
+        self._rollouts = rollouts = ports.rollouts(config)
         self._ledger = Ledger(rollouts, run_id=config.run_id, open_ledgers=open_ledgers, spans=spans)
         self._waiting = Waiting(ports.board, config.run_id)
         self._reporter = AgreementReporter(ports.board, ports.weights, rollouts, config.run_id)
@@ -461,9 +473,9 @@ class AsyncRun:
         Raises:
             InputError: count is not from 1 to PEEK_COUNT_MAX.
         """
-        self._home.check()
         check_peek(count)
-        return await self._ports.rollouts(self.config).peek(count)
+        await self._check()
+        return await self._rollouts.peek(count)
 
     async def publish(
         self,
@@ -512,6 +524,8 @@ class AsyncRun:
             named = given_of(named)  # with a group, a rank that fails here would leave others waiting
         await self._ledger.go_on()
         if self._publisher is None:
+            if group is None:
+                await self._check()
             self._group = group
             self._publisher = Publisher(
                 self._ports.weights,
@@ -528,13 +542,6 @@ class AsyncRun:
         report = await self._publisher.publish(named, version, keyframe=keyframe, allow_nonfinite=allow_nonfinite)
         self._publisher.start()
         return report
-
-    async def _publish_next(self, weights: Weights, *, version: int, is_first: bool) -> None:
-        """Publish. is_first: the run holds nothing, so what this process knows of it is of a run that was deleted."""
-        if is_first and self._publisher is not None:
-            await self._publisher.close()
-            self._publisher = None
-        await self.publish(weights, version=version, allow_nonfinite=True)  # as they are live already
 
     async def close(self) -> None:
         """End the background tasks, and give back the groups that others hold; the run and its work stay."""
@@ -554,8 +561,8 @@ class AsyncRun:
             VersionUnknown: never published, or no longer held.
             WeightError, WireError: damaged, and not mended in time: `rollfab weights repair`, or publish again.
         """
-        self._home.check()
         check_version(version)
+        await self._check()
         store, loop = self._ports.weights, asyncio.get_running_loop()
         end_s = loop.time() + HEAL_S
         while True:
@@ -570,11 +577,16 @@ class AsyncRun:
 
     async def is_there(self) -> bool:
         """Whether the run is still the one that was opened here: it is not deleted, nor made again since."""
-        return await self._ledger.is_there()
+        return await self._rollouts.is_there()
+
+    async def _check(self) -> None:
+        """Require that this process and the run are those that the run was opened in: another may have its name."""
+        self._home.check()
+        await self._rollouts.check_there()
 
     async def head_version(self) -> int:
         """Return the newest published version; -1 before the first."""
-        self._home.check()
+        await self._check()
         return (await self._ports.weights.head(self.run_id)).version
 
     async def report(self, **facts: Any) -> None:
@@ -582,8 +594,9 @@ class AsyncRun:
 
         A tensor or array of one number counts as that number. Raises InputError: names a fact that JSON cannot carry.
         """
-        self._home.check()
-        await self._ports.board.add_event("trainer.step", {"run_id": self.run_id, **plain_facts("report", facts)})
+        told = plain_facts("report", facts)
+        await self._check()
+        await self._ports.board.add_event("trainer.step", {"run_id": self.run_id, **told})
 
     async def compare(
         self,
@@ -607,9 +620,10 @@ class AsyncRun:
         Raises:
             InputError: not one array of numbers per rollout, or one of another length; or no version, or no rule.
         """
-        self._home.check()
         check_version(version)
-        return await self._reporter.report(check_groups("compare", groups), logprobs, version, rule)
+        checked = check_groups("compare", groups)
+        await self._check()
+        return await self._reporter.report(checked, logprobs, version, rule)
 
     async def metrics(self, groups: Sequence[Group], *, prefix: str = "rollfab/") -> dict[str, float]:
         """Return a training step in numbers, for wandb.log and its like: one call a step; docs/metrics.md.
@@ -639,7 +653,7 @@ class AsyncRun:
 
     async def status(self) -> RunStatus:
         """Return the run in numbers."""
-        self._home.check()
+        await self._check()
         return await self._ports.board.run_status(self.run_id)
 
 

@@ -230,10 +230,6 @@ class Ledger:
             self._note_pushed(taken_in)
             self._trace_pushed(taken_in, begun_s)
 
-    async def is_there(self) -> bool:
-        """Whether the run is still the one that this client began with. Raises FabricError."""
-        return await self._rollouts.is_there()
-
     def trace(self, groups: list[GroupPush]) -> list[GroupPush]:
         """Begin a trace of each group that is to be traced: its jobs carry it, also if they are pushed again."""
         return [_traced(each, root) if (root := self._spans.root()) is not None else each for each in groups]

@@ -442,6 +442,10 @@ class RolloutStream(Protocol):
         """Whether the run is still the one that this client began with: it is not deleted, nor made again since."""
         ...
 
+    async def check_there(self) -> None:
+        """Require that. Raises RunUnknown: it says what became of the run, and what to do."""
+        ...
+
     async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
         """Say that this client consumes under a name: what it received is its own for `duration_s` from now.
 
@@ -499,7 +503,10 @@ class RolloutStream(Protocol):
         """
         ...
 
-    async def cancel(self, group_id: str) -> bool: ...
+    async def cancel(self, group_id: str) -> bool:
+        """Drop a group; False: it is not there. Raises RunUnknown, as `check_there`."""
+        ...
+
     async def reap(self) -> int:
         """Complete groups whose deadline has passed with what they have; returns how many."""
         ...

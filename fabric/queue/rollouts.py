@@ -146,11 +146,15 @@ class RedisRolloutStream:
                     self._first_fences[shard] = found.decode("utf-8", "replace")
 
     async def is_there(self) -> bool:
-        await self._learn([0])
+        await self._learn(range(self._run.shard_count))
         known = self._first_fences.get(0)
         with translate():
             (found,) = checked(await self._scripts.channel.ask_many([("HGET", self._shards.all[0].run, "first_fence")]))
         return known is None or found == known.encode()
+
+    async def check_there(self) -> None:
+        if not await self.is_there():
+            raise await unknown_run(self._client, self._run.run_id)
 
     def _push_call(self, group: GroupPush, first_fence: str) -> Call:
         keys = self._shards.of(group.group_id)
@@ -504,11 +508,13 @@ class RedisRolloutStream:
                 await self._client.hset(keys.run, "kept_bytes", sum(each.size_bytes for each in kept))
 
     async def cancel(self, group_id: str) -> bool:
-        keys = self._shards.of(group_id)
+        keys, shard = self._shards.of(group_id), shard_of(group_id, self._run.shard_count)
+        await self._learn([shard])
+        args: list[Any] = [group_id, CONSUMED_COUNT_MAX, self._first_fences.get(shard, "")]
         with translate():
-            code = await self._scripts.call(
-                "cancel_group", [keys, keys.of_group(group_id)], [group_id, CONSUMED_COUNT_MAX]
-            )
+            code = await self._scripts.call("cancel_group", [keys, keys.of_group(group_id)], args)
+        if code < 0:
+            raise await unknown_run(self._client, self._run.run_id)
         return bool(code)
 
     async def reap(self) -> int:

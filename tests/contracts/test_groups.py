@@ -939,7 +939,7 @@ async def test_a_row_that_somebody_wrote_over_keeps_no_other_group_waiting(world
     assert await world.rollouts.retry(names) == dict.fromkeys(names, "done")
 
 
-@pytest.mark.parametrize("does", ["push", "beat", "receive"])
+@pytest.mark.parametrize("does", ["push", "beat", "receive", "cancel", "check"])
 async def test_a_client_of_a_deleted_run_is_refused_by_one_of_its_name(world: World, does: str) -> None:
     # Given a client that has pushed and consumed, whose run is deleted and made again; the new one has a group to give
     await push(world, "old", size=1)
@@ -956,6 +956,8 @@ async def test_a_client_of_a_deleted_run_is_refused_by_one_of_its_name(world: Wo
         "push": lambda: world.rollouts.push([group_of_size("older", 1)]),
         "beat": lambda: world.rollouts.beat("t", 60.0),
         "receive": lambda: world.rollouts.receive("t", 1, 1.0),
+        "cancel": lambda: world.rollouts.cancel("g1"),
+        "check": world.rollouts.check_there,
     }
     with pytest.raises(RunUnknown, match=r"run 'r1' was deleted \d+ s ago"):
         await calls[does]()

@@ -211,6 +211,37 @@ def test_a_run_that_was_deleted_takes_no_tasks(redis: Redis, fabric: Fabric, run
     check_refused(redis, RunUnknown, ["run 'r' does not exist", "create it"], run.status)
 
 
+OLD_CALLS: dict[str, Callable[[Run], Any]] = {
+    "submit": lambda run: run.submit([{}]),
+    "groups": lambda run: next(run.groups(timeout=0.1)),
+    "peek": Run.peek,
+    "cancel": lambda run: run.cancel("g1"),
+    "report": lambda run: run.report(loss=1.0),
+    "compare": lambda run: run.compare([], []),
+    "publish": lambda run: run.publish(WEIGHTS, version=1),
+    "weights": Run.weights,
+    "head_version": Run.head_version,
+    "status": Run.status,
+}
+
+
+@pytest.mark.parametrize("does", OLD_CALLS)
+def test_who_opened_a_run_that_was_deleted_does_not_reach_one_of_its_name(
+    redis: Redis, url: str, fabric: Fabric, run: Run, does: str
+) -> None:
+    # Given a run that somebody has opened, and that another one deletes and makes again
+    with_ports(url, lambda ports: ports.board.delete_run("r"))
+    with rollfab.connect(url) as other:
+        new = other.run("r", model="any", environment="frozenlake", trajectory_count_max=8)
+        new.submit([{}], group_ids=["g1"])
+        new.publish(WEIGHTS, version=0)
+        # Then whatever the first one asks of his run is refused, and changes nothing of the new one
+        texts = ["run 'r' was deleted", "made again: open it again"]
+        check_refused(redis, RunUnknown, texts, lambda: OLD_CALLS[does](run))
+        # When he opens it again he is answered
+        assert fabric.run("r").head_version() == 0 and new.cancel("g1")
+
+
 # ---- tasks
 
 LOOP: dict[str, Any] = {}

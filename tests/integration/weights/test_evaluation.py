@@ -118,6 +118,7 @@ def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_fa
         anew = fabric.fabric.evaluation("lake", 0)
         for name, each in changed(0).items():
             np.testing.assert_array_equal(anew.weights()[name], each)
+        assert anew.submit(TASKS[:1]) and anew.status().depth == 1
 
         # When a run that is trained has such a name: its settings and its weights stay its own
         trained = fabric.fabric.run("lake-eval-2", model="tiny", environment="walk", staleness=3)
