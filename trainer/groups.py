@@ -604,7 +604,8 @@ class Groups:
 
     def _replacement(self, group: Group, refill: Refill) -> GroupPush | None:
         name = refill.name_of(group.group_id)
-        task = refill.task_for(name)
+        with self._waiting.for_refill():
+            task = refill.task_for(name)
         if task is None:
             return None
         size = len(group.rollouts) + len(group.failures) + len(group.cancelled)

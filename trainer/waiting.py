@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from ..fabric.contract.errors import FabricError, NothingMoves
@@ -60,6 +62,30 @@ class Waiting:
         if waited_s >= SAY_AFTER_S:
             cause = Cause(code=type(error).__name__, kind="passing", text=error.message)
             self._say(cause, f"submit has waited for {waited_s:.0f} s: {error.message}")
+
+    @contextmanager
+    def for_refill(self) -> Iterator[None]:
+        """Say while the body lasts that it waits for refill's iterator, by a thread: it holds up the event loop."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            waited_s = SAY_AFTER_S
+            while not is_over.wait(SAY_AGAIN_S if waited_s > SAY_AFTER_S else SAY_AFTER_S):
+                log.warning(
+                    "run %r: groups() has waited for %.0f s for the next task of the iterator that it was given as "
+                    "refill. Meanwhile it gives no sign of life, so others may take over the groups in its hands: give "
+                    "refill a list, or an iterator that has its tasks ready",
+                    self._run_id,
+                    waited_s,
+                    extra={"run_id": self._run_id, "cause": "refill"},
+                )
+                waited_s += SAY_AGAIN_S
+
+        threading.Thread(target=watch, name="rollfab-refill", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
 
     async def why(self, waited_s: float, timeout_s: float, held_count: int = 0) -> str:
         """Say why an iteration ends without another group. held_count: groups that its own `with` block holds.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from rollfab.fabric.contract.errors import InputError
 from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import Group, RunConfig
 from rollfab.fabric.ports.queue import Delivery, GroupPush
+from rollfab.trainer import waiting as module
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.checks import make_groups
 from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
@@ -184,3 +187,26 @@ async def test_a_list_of_tasks_refills_as_an_iterator_does() -> None:
 
     waiting = await fabric.trajectories(RUN).claim("a1", 10)
     assert [(each.job.trajectory_id, each.job.task_id) for each in waiting] == [("dull-r1.0", "next")]
+
+
+async def test_a_loop_that_waits_for_its_refill_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(module, "SAY_AGAIN_S", 0.01)
+
+    # Given tasks whose next one is there only once the wait for it was told, and told again
+    def slow() -> Iterator[dict[str, Any]]:
+        while len(caplog.messages) < 2:
+            time.sleep(0.001)
+        yield {"task_id": "next"}
+
+    fabric, ledger = await ended("dull", "good", size=2, good=1.0)
+    assert (await anext(groups_of(fabric, ledger, has_varied_rewards, slow()))).group_id == "good"
+
+    # Then the loop went on with that task, and is silent again
+    claims = await fabric.trajectories(RUN).claim("a1", 10)
+    assert {claim.job.task_id for claim in claims} == {"next"}
+    told = [each for each in caplog.messages if "for the next task of the iterator" in each]
+    assert len(told) >= 2 and told[0].startswith("run 'r1': groups() has waited for ")
+    assert all(thread.name != "rollfab-refill" or not thread.join() for thread in threading.enumerate())
