@@ -66,6 +66,7 @@ COUNT_MAX = 128  # completions of one request
 ASK_AGAIN_S = 60.0  # without a result, after which a turn is asked for again: see AgentConfig
 RENEW_S, REAP_S, HUNG_S = 0.5, 0.25, 30.0
 FOLLOW_S = 1.0  # between two looks whether the run is still there
+AWAY_S = 3.0  # without an answer to them: then requests wait for the broker
 HEAD_S = 5.0  # longest wait for a new head
 DONE = ("stop", "length")
 
@@ -123,6 +124,7 @@ class FleetInference:
         self._is_idle.set()
         self._requests: set[_Request] = set()
         self._publishing = asyncio.Lock()
+        self._heard_at_s = clock.now_s()  # when the broker answered last
 
     # ---- its life
 
@@ -155,6 +157,7 @@ class FleetInference:
         except (BrokerError, WireError) as error:
             log.warning("inference.runs_not_read", extra={"error": str(error)})
             return
+        self._heard_at_s = self._clock.now_s()
         if run is None or not is_same_run(run, self._run):
             raise RunUnknown(
                 f"run {self._run.run_id!r} was deleted or made anew while its requests were served: start the gateway "
@@ -201,12 +204,24 @@ class FleetInference:
         """See ports/inference.py."""
         if not self._may_begin.is_set():
             return "requests are held back by a pause. Send POST /resume, or /continue_generation"
+        if away := self._away():
+            return away
         try:
-            causes = await diagnose_run(self._fabric.board, self._run.run_id)
-        except (BrokerError, WireError) as error:
+            async with asyncio.timeout(AWAY_S):  # less than a client waits for us
+                causes = await diagnose_run(self._fabric.board, self._run.run_id)
+        except (BrokerError, WireError, TimeoutError) as error:
             log.warning("inference.not_diagnosed", extra={"error": str(error)})
-            return ""
+            return self._away()
         return "" if is_well(causes) else causes[0].words
+
+    def _away(self) -> str:
+        away_s = self._clock.now_s() - self._heard_at_s
+        if away_s < AWAY_S:
+            return ""
+        return (
+            f"the broker has not answered this gateway for {away_s:.0f} s. See that it runs, and can be reached from "
+            "here: requests go on by themselves when it answers"
+        )
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """See ports/inference.py."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +23,10 @@ from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.inference import INFERENCE, Completions, Pin, Prompt
 from rollfab.fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
 from rollfab.trainer.publish.publisher import Publisher
+from rollfab.workers.agent import inference as module
 from rollfab.workers.agent.inference import FleetInference, Model, no_reward
 from rollfab.workers.agent.keeper import Elsewhere
+from tests.support.brokers.redis_server import redis_server
 from tests.support.leases import set_lease
 from tests.support.until import until
 
@@ -131,6 +136,33 @@ async def test_a_session_keeps_its_carrier_and_the_others_take_theirs_by_turns(u
         status = await ports.board.run_status("r1")
         assert (status.depth, sum(status.trajectories.values()), sum(status.turns.values())) == (0, 0, 0)
         assert status.groups_waiting == 0
+
+
+async def test_while_the_broker_is_away_requests_wait_and_it_is_said_for_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AWAY_S", 0.5)
+    monkeypatch.setattr(module, "FOLLOW_S", 0.05)
+    with redis_server(tmp_path) as server:
+        async with serving(server.url) as (inference, _, hand):
+            # Given a request under way, and a broker that stands still
+            asking = ask(inference)
+            (claim,) = await hand.take(1)
+            os.kill(server.pid, signal.SIGSTOP)
+
+            async def is_said() -> bool:
+                return (await inference.why_waiting()).startswith("the broker has not answered this gateway for ")
+
+            await until(is_said)
+            # When it runs again, the request goes on, and is waited for as any
+            os.kill(server.pid, signal.SIGCONT)
+            await hand.settle(claim)
+            assert (await asking).made[0].token_ids == [8, 2]
+
+            async def is_over() -> bool:
+                return not await is_said()
+
+            await until(is_over)
 
 
 async def test_a_request_goes_on_elsewhere_when_its_carrier_is_lost(url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from tests.bench.lively import lively_weights
 from tests.support.processes.inference_process import RUN, InferenceProcess, running_fleet
+from tests.support.until import wait_until
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(240)]
@@ -115,15 +117,43 @@ def test_while_no_worker_is_there_the_sdk_logs_why_and_goes_on_when_one_comes(
         fabric.kill(name)
     # When the SDK samples; then it logs the cause and the next step, in our words
     process = sdk(fleet, tmp_path, 1, 1, 24)
+    line = paused(process, tmp_path)
+    assert "Reason: no worker is connected that could generate for run 'policy'" in line, line
+    assert "rollfab worker --model tiny" in line, line
+    # And when the worker is there again, it has its sample
+    fabric.supervisor.watch()
+    assert len(said(process, tmp_path)[0][1]) == 24
+
+
+def paused(process: subprocess.Popen[bytes], tmp_path: Path) -> str:
+    """Wait until the SDK logs that it is paused; not by fabric.until, which starts dead children again."""
     log = tmp_path / LOGGED
-    deadline_s = time.monotonic() + 120.0  # not fabric.until, which starts dead children again
+    deadline_s = time.monotonic() + 120.0
     while "Sampling is paused" not in log.read_text():
         assert process.poll() is None and time.monotonic() < deadline_s, "the SDK does not log that it is paused"
         time.sleep(0.1)
     (line,) = [each for each in log.read_text().splitlines() if "Sampling is paused" in each]
-    assert "Reason: no worker is connected that could generate for run 'policy'" in line, line
-    assert "rollfab worker --model tiny" in line, line
-    # And when the worker is there again, it has its sample
+    return line
+
+
+@pytest.mark.fault
+def test_while_the_broker_does_not_answer_the_sdk_logs_that_and_goes_on_when_it_does(
+    fleet: InferenceProcess, tmp_path: Path
+) -> None:
+    # Given a sample that waits, as the fleet's only worker was killed
+    fabric = fleet.fabric
+    for name in {"dedicated", "second"} & set(fabric.supervisor.children):
+        fabric.kill(name)
+    process = sdk(fleet, tmp_path, 1, 1, 24)
+    wait_until(lambda: "ready" in (tmp_path / SAID).read_text(), "the client is there")
+    # When the broker stands still, too; then the SDK logs that
+    os.kill(fabric.broker.pid, signal.SIGSTOP)
+    try:
+        line = paused(process, tmp_path)
+    finally:
+        os.kill(fabric.broker.pid, signal.SIGCONT)
+    assert "Reason: the broker has not answered this gateway for " in line, line
+    # And when both are there again, it has its sample
     fabric.supervisor.watch()
     assert len(said(process, tmp_path)[0][1]) == 24
 
