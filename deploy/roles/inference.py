@@ -64,6 +64,7 @@ async def serve_run(options: GatewayOptions, gateway: GatewayConfig, run_id: str
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             stop.set()
+            await asyncio.wait(tasks)  # the server, too: it logs a traceback where its loop ends before it
             for task in tasks:
                 await task
         finally:

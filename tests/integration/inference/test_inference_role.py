@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 from rollfab.deploy.weights.export import export_delta
 from rollfab.fabric.inspect.disk_delta import Form
 from tests.bench.lively import lively_weights
-from tests.support.processes.fabric_processes import Processes
-from tests.support.processes.inference_process import RUN, InferenceProcess, running_fleet
+from tests.support.processes.fabric_processes import Processes, processes
+from tests.support.processes.inference_process import RUN, InferenceProcess, running_fleet, running_inference
 from tests.support.tokenizer_files import byte_level, save
 from tests.support.until import until
 
@@ -330,3 +330,14 @@ def test_carriers_are_used_up_replaced_and_seen_by_no_consumer(fleet: InferenceP
 
     fabric.until(has_cleaned_up, 30.0, "what the killed one left is cancelled")
     assert list(run.groups(timeout=0.3)) == []
+
+
+def test_a_gateway_whose_run_is_deleted_ends_with_a_sentence(tmp_path: Path) -> None:
+    with processes(tmp_path) as fabric, running_inference(fabric, tmp_path):
+        fabric.ask(lambda ports: ports.board.delete_run(RUN))
+
+        child = fabric.supervisor.children["inference"]
+        assert child.process is not None and child.process.wait(timeout=60) == 2
+        said = child.tail(1000)
+        assert "error: run 'policy' was deleted or made anew" in said.splitlines()[-1]
+        assert "Traceback" not in said
