@@ -638,9 +638,9 @@ def _weights_of(view: _View, info: WorkerInfo) -> str:
 
 
 def _agent(view: _View) -> Iterator[Cause]:
-    if not view.queued or view.running:
-        return
     agents, environment = view.scene.by_role.get("agent", []), _plain(view.config.environment)
+    if agents and (view.running or not view.queued):
+        return
     is_remote = environment == REMOTE
     own = f"`rollfab agent --environment {environment}=module:attr`, or `rollfab agent` where it comes with rollfab"
     step = f"Start one that does: {own}"

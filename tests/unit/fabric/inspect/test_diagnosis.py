@@ -304,7 +304,17 @@ def test_a_run_with_nothing_to_do_is_not_blamed_but_what_will_be_missing_is_said
     assert is_well(diagnose(scene(idle, *ALL, leases=HELD), "r1"))
     assert is_well(diagnose(scene(idle, CONTROLLER, AGENT, SERVING, lends=ON), "r1")), "nothing is lent for no demand"
     found = diagnose(scene(idle, CONTROLLER), "r1")
-    assert codes(found) == ["nothing_submitted", "no_worker"] and not is_well(found)
+    assert codes(found) == ["nothing_submitted", "no_worker", "no_agent"] and not is_well(found)
+
+
+@pytest.mark.parametrize("run", [status(0, 4, ready=4), status(2, 2)])
+def test_everybody_who_fell_silent_is_named(run: RunStatus) -> None:
+    # Given an agent with trajectories in hand, and a worker, that have said nothing for 9 s
+    silent = scene(run, CONTROLLER, gone={each.worker_id: (each, 9_000) for each in (AGENT, WORKER)})
+    texts = {cause.code: cause.text for cause in diagnose(silent, "r1") if cause.kind == "passing"}
+    # Then both are named
+    assert texts["no_worker"].endswith("; w1 was heard of 9 s ago")
+    assert texts["no_agent"].endswith("; a1 was heard of 9 s ago")
 
 
 def test_a_group_that_waits_for_a_trainer_at_its_step_is_nobodys_fault_and_for_one_that_is_gone_it_is() -> None:
