@@ -11,8 +11,9 @@ This is the one implementation, asynchronous; client.py is the same surface for 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..fabric.contract.errors import (
     EnvironmentUnknown,
     RewardUnknown,
     RunUnknown,
+    VersionConflict,
     VersionUnknown,
     WeightError,
     WireError,
@@ -82,6 +84,8 @@ OFFERED = {  # error; the thing; who offers it; how to offer one
     "environment": (EnvironmentUnknown, "environment", "agent worker", "an agent with `rollfab agent --environment"),
     "reward": (RewardUnknown, "reward function", "reward worker", "a reward worker with `rollfab reward --reward"),
 }
+log = logging.getLogger(__name__)
+
 HEAL_S, HEAL_LOOK_S = 10.0, 0.25  # how long a read waits for damage to be mended, and how often it looks
 
 
@@ -122,7 +126,10 @@ class AsyncFabric:
                 reach it. Needed to create.
             environment: the world of the trajectories, by the name that agent workers offer. Needed to create.
             **settings: other fields of RunConfig (staleness, reward, environment_options, sampling, …). If the run
-                exists and not both of model and environment are given, these fields change and the others stay.
+                exists and not both of model and environment are given, these fields change and the others stay. If
+                both are given, the run is described anew: what is not named has its default again, and a warning says
+                so of whatever had another value. Trajectories that agents claim from then on have the new settings; so
+                has the rest of one whose agent dies, after the turns that it has.
 
         Raises:
             RunUnknown: neither model nor environment given, and the run does not exist.
@@ -135,7 +142,15 @@ class AsyncFabric:
         check_name("run", run_id)
         check_settings(run_id, settings)
         check_given(f"run {run_id!r}", environment=environment)
-        runs = await self._ports.board.runs()
+        while (found := await self._run(run_id, model, environment, dict(settings))) is None:
+            pass
+        return found
+
+    async def _run(
+        self, run_id: str, model: str | None, environment: str | None, settings: dict[str, Any]
+    ) -> AsyncRun | None:
+        """Open a run; None: somebody else changed its settings meanwhile, so that they must be looked at again."""
+        runs, named = await self._ports.board.runs(), set(settings)
         existing = runs.get(run_id)
         if model is None or environment is None:
             if existing is None:
@@ -156,7 +171,13 @@ class AsyncFabric:
         if config.reward is not None and (existing is None or existing.reward != config.reward):
             await self._check_offered("reward", config.reward)
         await _check_able(self._ports, config)
-        return await self._open(await self._ports.board.create_run(config))
+        if existing is None:
+            config = await self._ports.board.create_run(config)
+        elif not await self._ports.board.change_run(existing, config):
+            return None
+        elif model is not None and environment is not None:
+            _say_reset(existing, config, named)
+        return await self._open(config)
 
     async def _unknown(self, run_id: str, runs: Mapping[str, RunConfig]) -> RunUnknown:
         """Make the error for a run that is not there: it was deleted, or its name is misspelt."""
@@ -206,12 +227,11 @@ class AsyncFabric:
     ) -> AsyncRun:
         """Refuse what cannot be before anything is changed."""
         check_name("run", name)
-        config = evaluation_of(trained.config, name, settings)
-        existing, held, depth = (await self._ports.board.runs()).get(name), -1, 0
+        existing = (await self._ports.board.runs()).get(name)
+        held, depth = await self._held_by(existing)
         if existing is not None:
             check_existing(existing, trained.run_id)
-            held = (await self._ports.weights.head(name)).version
-            depth = (await self._ports.board.run_status(name)).depth
+        config = evaluation_of(trained.config, name, settings, existing, is_under_way=depth > 0)
         head = await trained.head_version()
         goal = goal_of(name, trained.run_id, version, head=head, held=held, depth=depth)
         is_there = held == goal >= 0
@@ -219,19 +239,43 @@ class AsyncFabric:
             theirs, own = [await weights_digest(self._ports.weights, each, goal) for each in (trained.run_id, name)]
             check_same_weights(name, trained.run_id, goal, head=head, own=own, theirs=theirs)
         weights = None if is_there else await trained.weights(goal if goal >= 0 else None)
+        if existing is not None:
+            await self._pin(existing, goal, trained.run_id, head)
         given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "model_digest"}
-        opened = await self.run(given.pop("run_id"), **given)
-        evaluation = self._evaluations.setdefault(name, opened)
-        if evaluation is not opened and await evaluation.is_there():
-            evaluation.config = opened.config
-            await self._drop(opened)
-        elif evaluation is not opened:
-            self._evaluations[name] = opened
+        evaluation = await self.run(given.pop("run_id"), **given)
+        await self._pin(evaluation.config, goal, trained.run_id, head)
+        before = self._evaluations.get(name)
+        if before is not None and is_there and before.evaluates == goal and await before.is_there():
+            before.config = evaluation.config
             await self._drop(evaluation)
-            evaluation = opened
+            return before
+        await evaluation.evaluate(goal, before, held)
+        self._evaluations[name] = evaluation
         if weights is not None:  # as they are live already, so whatever they are
             await evaluation.publish(weights, version=goal, allow_nonfinite=True)
         return evaluation
+
+    async def _held_by(self, evaluation: RunConfig | None) -> tuple[int, int]:
+        """Return the version that an evaluation holds, -1: none, and its trajectories that are not consumed."""
+        if evaluation is None:
+            return -1, 0
+        head = await self._ports.weights.head(evaluation.run_id)
+        return head.version, (await self._ports.board.run_status(evaluation.run_id)).depth
+
+    async def _pin(self, evaluation: RunConfig, goal: int, trained: str, head: int) -> None:
+        """Let nobody push to an evaluation but for this version; then it has no work of another one, and gets none.
+
+        Raises:
+            VersionConflict: it has; it stays at its own version.
+        """
+        stream = self._ports.rollouts(evaluation)
+        await stream.pin(goal)
+        held, depth = await self._held_by(evaluation)
+        try:
+            goal_of(evaluation.run_id, trained, goal, head=head, held=held, depth=depth)
+        except VersionConflict:
+            await stream.pin(held)
+            raise
 
     async def _drop(self, run: AsyncRun) -> None:
         """Close a run that nobody else has."""
@@ -300,6 +344,24 @@ class AsyncFabric:
         await self.close()
 
 
+def _say_reset(was: RunConfig, config: RunConfig, named: Collection[str]) -> None:
+    """Warn of settings that were not named, and have their defaults again."""
+    settings = [each.name for each in fields(config) if each.name not in ("model", "model_digest", "environment")]
+    lost = [
+        f"{name} is {getattr(config, name)!r} (it was {getattr(was, name)!r:.100})"
+        for name in settings
+        if name not in named and getattr(was, name) != getattr(config, name)
+    ]
+    if lost:
+        log.warning(
+            "run %r: %s: opened with its model and environment, a run is described anew, and what is not named has its "
+            "default. To change some settings and keep the others, leave out the model or the environment",
+            config.run_id,
+            ", ".join(lost),
+            extra={"run_id": config.run_id},
+        )
+
+
 def check_model_place(name: str, places: Sequence[Path]) -> None:
     """Require that a model that is named by its path lies in one of some directories. Raises ConfigError.
 
@@ -352,6 +414,8 @@ class AsyncRun:
         self._home = Home()
         self._ports = ports
         self.config = config
+        self.evaluates: int | None = None
+        """The version that it evaluates; None: it is no evaluation."""
         self._publisher: Publisher | None = None
         self._group: Any = None  # of ranks, that its publisher was made with
         self._rollouts = rollouts = ports.rollouts(config)
@@ -574,6 +638,21 @@ class AsyncRun:
                 if loop.time() >= end_s or await store.tended(self.run_id) is None:
                     raise
                 await asyncio.sleep(HEAL_LOOK_S)
+
+    async def evaluate(self, version: int, before: AsyncRun | None, held: int) -> None:
+        """Be the evaluation of one version.
+
+        Args:
+            before: this process's handle of a version before. Where the run still holds that one, its weights are taken
+                over: a delta is made of them, and they are in memory once.
+            held: the version that the run holds.
+        """
+        await self._rollouts.pin(version)
+        self.evaluates = version
+        if before is not None and before.evaluates == held and await before.is_there():
+            self._publisher, before._publisher = before._publisher, None
+        elif before is not None:
+            await before.close()
 
     async def is_there(self) -> bool:
         """Whether the run is still the one that was opened here: it is not deleted, nor made again since."""

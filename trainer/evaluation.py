@@ -12,14 +12,22 @@ from typing import Any
 
 from ..fabric.contract.errors import ConfigError, InputError, VersionConflict
 from ..fabric.contract.records import RunConfig
+from ..fabric.rules.queue.runs import FIXED
 from .checks import check_settings
 
 SUFFIX = "-eval"
 SHARE = 0.1  # of what the run itself gets of the workers
 
 
-def evaluation_of(trained: RunConfig, name: str, settings: Mapping[str, Any]) -> RunConfig:
+def evaluation_of(
+    trained: RunConfig, name: str, settings: Mapping[str, Any], own: RunConfig | None, *, is_under_way: bool
+) -> RunConfig:
     """Return the settings of the run `name`, an evaluation of another one.
+
+    Args:
+        settings: that were given.
+        own: that it has; None: it does not exist. What was not given is as it was, where that cannot change, or while
+            it has work.
 
     Raises:
         InputError: a setting does not exist, or cannot be another one.
@@ -31,10 +39,13 @@ def evaluation_of(trained: RunConfig, name: str, settings: Mapping[str, Any]) ->
                 f"run {name!r}: {fixed} is {settings[fixed]!r:.100}, of an evaluation it is that of run "
                 f"{trained.run_id!r}, {getattr(trained, fixed)!r}: leave it out"
             )
-    own = {"weight": SHARE * trained.weight, "staleness": 0, **settings}
-    if own["staleness"] != 0:
-        raise InputError(f"run {name!r}: staleness is {own['staleness']!r}, of an evaluation it is 0: leave it out")
-    return replace(trained, **own, run_id=name)
+    staleness = settings.get("staleness", 0)
+    if staleness != 0:
+        raise InputError(f"run {name!r}: staleness is {staleness!r}, of an evaluation it is 0: leave it out")
+    if own is not None and is_under_way:
+        return replace(own, **settings)
+    kept = {} if own is None else {each: getattr(own, each) for each in FIXED if each not in ("model", "dtype")}
+    return replace(trained, **{"weight": SHARE * trained.weight, "staleness": 0, **kept, **settings}, run_id=name)
 
 
 def check_existing(existing: RunConfig, trained: str) -> None:

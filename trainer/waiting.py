@@ -72,9 +72,9 @@ class Waiting:
             waited_s = SAY_AFTER_S
             while not is_over.wait(SAY_AGAIN_S if waited_s > SAY_AFTER_S else SAY_AFTER_S):
                 log.warning(
-                    "run %r: groups() has waited for %.0f s for the next task of the iterator that it was given as "
-                    "refill. Meanwhile it gives no sign of life, so others may take over the groups in its hands: give "
-                    "refill a list, or an iterator that has its tasks ready",
+                    "run %r: the loop has waited for %.0f s for the next task of the iterator that replaces dropped "
+                    "groups. Meanwhile it gives no sign of life, so others may take over the groups in its hands: give "
+                    "it a list of tasks, or an iterator that has them ready",
                     self._run_id,
                     waited_s,
                     extra={"run_id": self._run_id, "cause": "refill"},

@@ -98,8 +98,7 @@ class Runs:
         """Open an evaluation of a run. Raises as `AsyncFabric.evaluation`."""
         _check(settings, "self", "run_id", "version", "name", "model")
         evaluation = await self._trainer.evaluation(run_id, version, name=name, **settings)
-        await self._forget_if_gone(evaluation.config.run_id)
-        kept = self._open.setdefault(evaluation.config.run_id, evaluation)  # it may have groups in hand
+        kept = await self.find(evaluation.config.run_id)  # as any caller who names it; it may have groups in hand
         kept.config = evaluation.config
         return kept
 

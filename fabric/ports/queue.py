@@ -442,6 +442,10 @@ class RolloutStream(Protocol):
         """Whether the run is still the one that this client began with: it is not deleted, nor made again since."""
         ...
 
+    async def pin(self, version: int) -> None:
+        """Let only clients that pinned the same version push from now on, and those that pinned none."""
+        ...
+
     async def check_there(self) -> None:
         """Require that. Raises RunUnknown: it says what became of the run, and what to do."""
         ...
@@ -529,6 +533,10 @@ class LeaseBoard(Protocol):
 
     async def create_run(self, config: RunConfig) -> RunConfig:
         """Create the run, or return it if it exists with the same settings. Raises RunMismatch."""
+        ...
+
+    async def change_run(self, was: RunConfig, config: RunConfig) -> bool:
+        """Change a run's settings; False: they are not what they were, so nothing was changed. Raises RunMismatch."""
         ...
 
     async def runs(self) -> dict[str, RunConfig]:

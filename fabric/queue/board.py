@@ -71,19 +71,36 @@ class RedisLeaseBoard(RedisLeases):
                 "cannot hold: name a single broker for it in the URL, …?reward_queue=redis://host:port"
             )
         with translate():
-            raw = await self._client.hget(names.RUNS, config.run_id)
-            is_new = False
-            if raw is None:  # its shards first: whoever finds the run finds its streams
+            while True:
+                raw = await self._client.hget(names.RUNS, config.run_id)
+                if raw is not None:
+                    if await self._change(raw, _run_in(config.run_id, raw), config):
+                        return config
+                    continue
                 await self._outlast(config.run_id)
-                await self._create_shards(config)
-                is_new = await self._client.hsetnx(names.RUNS, config.run_id, config.encode())
-                raw = None if is_new else await self._client.hget(names.RUNS, config.run_id)
-            if raw is not None:
-                check_same_run(_run_in(config.run_id, raw), config)
-            if not is_new:
-                await self._client.hset(names.RUNS, config.run_id, config.encode())
-            await self._create_shards(config)  # again: a deletion of an older one may have removed them in between
-        return config
+                await self._create_shards(config)  # its shards first: whoever finds the run finds its streams
+                if await self._client.hsetnx(names.RUNS, config.run_id, config.encode()):
+                    await self._create_shards(config)  # again: an older one's deletion may have removed them in between
+                    return config
+
+    async def change_run(self, was: RunConfig, config: RunConfig) -> bool:
+        with translate():
+            raw = await self._client.hget(names.RUNS, config.run_id)
+            if raw is None or (found := _run_in(config.run_id, raw)) != was:
+                return False
+            return await self._change(raw, found, config)
+
+    async def _change(self, raw: bytes, was: RunConfig, config: RunConfig) -> bool:
+        """Change a run's settings, and what its shards know of them, unless they are not `raw` any more."""
+        check_same_run(was, config)
+        if not await self._scripts.call("change_run", [], [config.run_id, raw, config.encode()]):
+            return False
+        while True:
+            await self._create_shards(config)
+            now = await self._client.hget(names.RUNS, config.run_id)
+            if now is None or (found := _run_in(config.run_id, now)) == config:
+                return True
+            config = found  # somebody else changed them meanwhile: the shards know what is there in the end
 
     async def _outlast(self, run_id: str) -> None:
         """Wait until no run of this name was deleted within the tenth of a second that tells runs apart."""

@@ -31,6 +31,7 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    depth_max, bytes (jobs and rollouts of open and waiting groups), bytes_max and
                                    kept_bytes. first_fence: see use/first.lua. moved_by: as in rf:{run.w}:head.
                                    weights: of the head, by its digest (format/manifest.py, state_digest).
+                                   pinned: the version that the run evaluates, if it is an evaluation.
                                    Shard 0: agreement (Agreement), as a trainer compared last.
   rf:{run.s}:clock          STRING as rf:{rf}:clock.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).

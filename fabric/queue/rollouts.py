@@ -36,6 +36,7 @@ from ..rules.queue.length import task_name
 from ..rules.queue.push import (
     DEAD_COUNT_MAX,
     another_task,
+    evaluates_another,
     outcome,
     too_many_bytes,
     too_many_dead,
@@ -59,7 +60,12 @@ NOT_HELD = -1  # queue/lua/rollouts/acknowledge.lua, and swap_group.lua
 KEPT_TOO_MUCH = 2  # queue/lua/rollouts/use/leave.lua
 SWAPPED = b"="  # queue/lua/rollouts/swap_group.lua
 # What push_group.lua refuses for, and swap_group.lua: its code, and the error, made of the run and the other answers.
-REFUSALS: dict[int, Callable[..., FabricError]] = {-1: too_many_open, -3: too_many_dead, -4: too_many_bytes}
+REFUSALS: dict[int, Callable[..., FabricError]] = {
+    -1: too_many_open,
+    -3: too_many_dead,
+    -4: too_many_bytes,
+    -5: evaluates_another,
+}
 RETRY_COUNT = 256  # groups of which dead trajectories are retried by one round trip
 LATE_COUNT = 64  # groups closed at their deadline by one call
 
@@ -87,6 +93,7 @@ class RedisRolloutStream:
         self._kept_bytes_max = run.kept_bytes_max // run.shard_count
         self._in_hand: set[tuple[int, bytes]] = set()  # received here, neither acknowledged nor put back
         self._first_fences: dict[int, str] = {}  # by shard: they tell this run from others of its name
+        self._pinned = ""  # the version that this client evaluates; "": none
         self._look_back_at_s: dict[str, float] = {}
         self._first_shard = 0  # that was read first when groups were taken last, counted on
         self._known_names: set[str] = set()  # that this client has consumed under
@@ -152,6 +159,12 @@ class RedisRolloutStream:
             (found,) = checked(await self._scripts.channel.ask_many([("HGET", self._shards.all[0].run, "first_fence")]))
         return known is None or found == known.encode()
 
+    async def pin(self, version: int) -> None:
+        self._pinned = str(version)
+        with translate():
+            for keys in self._shards.all:
+                await self._client.hset(keys.run, "pinned", version)
+
     async def check_there(self) -> None:
         if not await self.is_there():
             raise await unknown_run(self._client, self._run.run_id)
@@ -162,7 +175,7 @@ class RedisRolloutStream:
         size = len(group.jobs)
         deadline_ms = 0 if group.deadline_s is None else max(1, int(group.deadline_s * 1000))
         args = [group.group_id, size, group.quorum or size, group.priority, deadline_ms, facts, *self._rules(group)]
-        return "push_group", [keys, keys.of_group(group.group_id)], [*args, first_fence, *_jobs(group)]
+        return "push_group", [keys, keys.of_group(group.group_id)], [*args, first_fence, self._pinned, *_jobs(group)]
 
     def _rules(self, group: GroupPush) -> list[Any]:
         return [DEAD_COUNT_MAX, task_name(self._run, group.task_id), int(self._run.nearest_first)]

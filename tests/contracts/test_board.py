@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from rollfab.fabric.contract.agreement import Agreement, AlarmRule, WorkerFigures
-from rollfab.fabric.contract.errors import InputError, RunMismatch, RunUnknown
+from rollfab.fabric.contract.errors import InputError, QueueFull, RunMismatch, RunUnknown
 from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand
 from rollfab.fabric.contract.records import Lease, WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting, SharingReport
@@ -45,6 +45,23 @@ async def test_a_run_with_other_settings_is_refused_and_says_which(world: World)
 async def test_settings_that_may_change_take_effect(world: World) -> None:
     await world.board.create_run(dataclasses.replace(world.run, staleness=5))
     assert (await world.board.runs())["r1"].staleness == 5
+
+
+async def test_settings_change_only_from_what_they_were_and_a_deleted_run_has_none(world: World) -> None:
+    # When somebody else has changed them since, nothing is changed; nor where that would make it another run
+    mine, theirs = (dataclasses.replace(world.run, **each) for each in ({"weight": 3.0}, {"staleness": 5}))
+    assert await world.board.change_run(world.run, theirs)
+    assert not await world.board.change_run(world.run, mine)
+    assert (await world.board.runs())["r1"] == theirs
+    with pytest.raises(RunMismatch, match="environment is 'frozenlake', not 'other'"):
+        await world.board.change_run(theirs, dataclasses.replace(theirs, environment="other"))
+    # And what the broker's scripts know of them is as they are now
+    assert await world.board.change_run(theirs, dataclasses.replace(theirs, trajectory_count_max=6))
+    with pytest.raises(QueueFull, match="limit is"):
+        await world.rollouts.push(make_groups([{}] * 20, 1))
+    await world.board.delete_run("r1")
+    assert not await world.board.change_run(theirs, mine)
+    assert await world.board.runs() == {}
 
 
 async def test_an_unknown_run_is_named(world: World) -> None:

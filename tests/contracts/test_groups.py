@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from rollfab.fabric.contract.errors import ClaimLost, InputError, QueueFull, RunUnknown
+from rollfab.fabric.contract.errors import ClaimLost, InputError, QueueFull, RunUnknown, VersionConflict
 from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import DeadLetter, Failure, Span, TokenLog
 from rollfab.fabric.ports.queue import Delivery, Exchange, GroupPush, TrajectoryClaim, TurnProgress
@@ -937,6 +937,20 @@ async def test_a_row_that_somebody_wrote_over_keeps_no_other_group_waiting(world
     await world.do("HSET", bad, "deadline", "soon", "quorum", "many", "completed", "none")
 
     assert await world.rollouts.retry(names) == dict.fromkeys(names, "done")
+
+
+async def test_who_evaluates_a_version_pushes_while_it_is_the_one_that_is_pinned(world: World) -> None:
+    # Given two clients that evaluate one version, and later one of them the next
+    for client in (world.rollouts, world.again):
+        await client.pin(1)
+        assert await client.push([group_of_size(f"g{id(client)}", 1)]) == [True]
+    await world.again.pin(2)
+    # Then the other is refused, and nothing is pushed; a client that evaluates nothing is not asked
+    with pytest.raises(VersionConflict, match=r"run 'r1' evaluates version 2 by now.*this handle of version 1"):
+        await world.rollouts.push([group_of_size("late", 1)])
+    assert await world.rollouts.known(["late"]) == [False]
+    assert await world.again.push([group_of_size("next", 1)]) == [True]
+    assert await world.view(world.run).rollouts.push([group_of_size("any", 1)]) == [True]
 
 
 @pytest.mark.parametrize("does", ["push", "beat", "receive", "cancel", "check"])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...contract.errors import FabricError, InputError, QueueFull, RunUnknown
+from ...contract.errors import FabricError, InputError, QueueFull, RunUnknown, VersionConflict
 from ...contract.text import counted, did_you_mean
 
 if TYPE_CHECKING:  # the command line shows refusals, and needs no arrays for that
@@ -51,6 +51,15 @@ def too_many_bytes(run: RunConfig, size: int, limit: int, need: int) -> QueueFul
         depth=size,
         limit=limit,
         need=need,
+    )
+
+
+def evaluates_another(run: RunConfig, pinned: Any, own: Any) -> VersionConflict:
+    """Make the error for an evaluation that somebody has taken on to another version than the caller's."""
+    now, wanted = (each.decode("utf-8", "replace") for each in (pinned, own))
+    return VersionConflict(
+        f"run {run.run_id!r} evaluates version {now} by now: it was opened anew since this handle of version {wanted} "
+        "was. Open it again, or evaluate that version beside it: give that evaluation a name",
     )
 
 

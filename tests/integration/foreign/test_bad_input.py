@@ -3,6 +3,7 @@ nothing half-applied."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import threading
@@ -19,6 +20,7 @@ import pytest
 from redis import Redis
 
 import rollfab
+import rollfab.aio
 from rollfab.deploy.cli.options import with_ports
 from rollfab.fabric.contract.errors import (
     BrokerError,
@@ -179,6 +181,30 @@ def test_of_a_run_that_exists_what_is_given_holds(redis: Redis, fabric: Fabric, 
 
     assert fabric.run("r", staleness=2).config == replace(run.config, staleness=2)
     assert fabric.run("r").config.staleness == 2
+
+
+def test_settings_that_two_people_change_at_once_both_hold(url: str, run: Run) -> None:
+    async def change() -> None:
+        async with await rollfab.aio.connect(url) as first, await rollfab.aio.connect(url) as second:
+            for number in range(2, 22):
+                changes = first.run("r", weight=float(number)), second.run("r", staleness=number)
+                await asyncio.gather(*changes)
+                config = (await first.runs())["r"]
+                assert (config.weight, config.staleness) == (number, number)
+
+    asyncio.run(change())
+
+
+def test_a_run_that_is_described_anew_says_what_has_its_default_again(
+    fabric: Fabric, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric.run("r", weight=3.0)
+    assert caplog.records == []
+    config = fabric.run("r", model="any", environment="frozenlake", staleness=4, trajectory_count_max=8).config
+    assert (config.weight, config.staleness) == (1.0, 4)
+    (record,) = caplog.records
+    assert "run 'r': weight is 1.0 (it was 3.0): " in record.getMessage()
+    assert "leave out the model or the environment" in record.getMessage()
 
 
 def test_a_trainer_comes_back_to_its_run_while_nobody_offers_its_environment(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+import rollfab
 from rollfab.fabric.contract.errors import ConfigError, InputError, RunUnknown, VersionConflict, VersionUnknown
 from rollfab.fabric.contract.records import Group
 from rollfab.trainer.client import Run
@@ -66,11 +67,49 @@ def test_an_evaluation_plays_its_version_while_training_goes_on(fabric: Processe
     # When the next version is evaluated: the same run goes on, and its answers are now those that training got
     before, evaluation = evaluation, fabric.fabric.evaluation("lake", weight=0.5)
     assert evaluation.config.weight == 0.5
-    assert evaluation._run is before._run, "a second publisher would hold the weights a second time"
+    assert before._run._publisher is None, "a second publisher would hold the weights a second time"
+    with pytest.raises(
+        VersionConflict, match="evaluates version 3 by now: it was opened anew since this handle of vers"
+    ):
+        before.submit(TASKS)
     evaluation.submit(TASKS, group_ids=[f"{name}3" for name in NAMES])
     again = fabric.collect(evaluation, len(TASKS), 60.0)
     assert versions(again) == {3}
     assert {name.removesuffix("3"): ids for name, ids in answers(again).items()} == answers(trained)
+
+
+def test_a_handle_submits_to_its_own_version_alone_and_whoever_comes_back_finds_the_settings_as_they_were(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    # Given two people who evaluate one run, and no worker, so that what is submitted stays
+    options = {"turns": 3, "pace_s": 0.0, "tokens": 4}
+    with processes(tmp_path_factory.mktemp("two")) as fabric, rollfab.connect(fabric.url) as other:
+        fabric.start("agent", "agent", "--environment", "walk=tests.support.worlds.worlds:Walk")
+        fabric.wait_for_role("agent")
+        run = fabric.fabric.run("lake", model="tiny", environment="walk", **SETTINGS)
+        for version in range(3):
+            run.publish(changed(version), version=version)
+        mine = fabric.fabric.evaluation("lake", 1)
+        # When the other takes the evaluation on before the first has submitted, then the first one's tasks are refused
+        theirs = other.evaluation("lake", 2, sampling={"temperature": 0.0, "max_tokens": 9}, weight=0.7)
+        with pytest.raises(VersionConflict, match="evaluates version 2 by now: it was opened anew since this handle"):
+            mine.submit(TASKS, group_ids=NAMES)
+        theirs.submit(TASKS, group_ids=NAMES)
+        # When a refused call comes meanwhile, then nothing has changed for whoever has work there
+        run.publish(changed(3), version=3)
+        with pytest.raises(VersionConflict, match="4 trajectories of it are not consumed yet"):
+            fabric.fabric.evaluation("lake", 3)
+        theirs.submit(TASKS[:1], group_ids=["more"])
+        # When a process comes back to what is under way, then all is as it was
+        for come_back in (fabric.fabric, other):
+            again = come_back.evaluation("lake")
+            assert again.head_version() == 2
+            assert (again.config.sampling["max_tokens"], again.config.weight) == (9, 0.7)
+        assert again.submit(TASKS[:1], group_ids=["later"]) == ["later"]
+        # And one of another environment's options is found again by its name alone, also when it rests
+        named = fabric.fabric.evaluation("lake", 1, name="short", environment_options=options)
+        assert fabric.fabric.evaluation("lake", 2, name="short").config.environment_options == options
+        assert named.config.environment_options == options
 
 
 def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_factory: pytest.TempPathFactory) -> None:

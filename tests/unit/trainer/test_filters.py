@@ -208,5 +208,5 @@ async def test_a_loop_that_waits_for_its_refill_says_so(
     claims = await fabric.trajectories(RUN).claim("a1", 10)
     assert {claim.job.task_id for claim in claims} == {"next"}
     told = [each for each in caplog.messages if "for the next task of the iterator" in each]
-    assert len(told) >= 2 and told[0].startswith("run 'r1': groups() has waited for ")
+    assert len(told) >= 2 and told[0].startswith("run 'r1': the loop has waited for ")
     assert all(thread.name != "rollfab-refill" or not thread.join() for thread in threading.enumerate())

@@ -1,14 +1,20 @@
 -- push_group(group_id, size, quorum, priority, deadline_ms | 0, task, dead_count_max, task_name | '',
---   nearest_first 0 | 1, first_fence | '', then per trajectory: id, job)
+--   nearest_first 0 | 1, first_fence | '', pinned | '', then per trajectory: id, job)
 -- Take a group and all its trajectories in, once. At the broker's memory limit it is refused whole.
--- first_fence: of the run that the caller knows; one that was made again under its name has another.
+-- first_fence: of the run that the caller knows; one that was made again under its name has another. pinned: the version
+-- that the caller evaluates.
 -- Returns {1} taken · {0, its task where that is another, or ''} known already · {-1, depth, depth_max, size} · {-2} no such run ·
--- {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight}; below 0 nothing is written
+-- {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight} · {-5, the version pinned, the caller's}; below 0
+-- nothing is written
 -- keys shard.clock shard.consumed shard.counters shard.dead shard.late shard.lengths shard.open shard.run group.row
 -- keys trajectory.bell trajectory.job trajectory.ready trajectory.record
 -- use batch count record look time ring length first enter
 local group_id, size, task = ARGV[1], tonumber(ARGV[2]), ARGV[6]
 if ARGV[10] ~= '' and redis.call('HGET', shard.run, 'first_fence') ~= ARGV[10] then return {-2} end
+if ARGV[11] ~= '' then
+  local pinned = redis.call('HGET', shard.run, 'pinned')
+  if pinned and pinned ~= ARGV[11] then return {-5, pinned, ARGV[11]} end
+end
 if redis.call('EXISTS', group.row) == 1 or redis.call('ZSCORE', shard.consumed, group_id) then
   tally(shard.run, 'depth', 0)  -- a write, for the WAIT that may follow to wait for
   local known = redis.call('HGET', group.row, 'task')
@@ -18,12 +24,12 @@ end
 local limits = redis.call('HMGET', shard.run, 'depth', 'depth_max', 'bytes', 'bytes_max')
 if not limits[2] then return {-2} end
 local depth, depth_max = whole(limits[1], 0), whole(limits[2], 0)
-local bytes, bytes_max, weight = whole(limits[3], 0), whole(limits[4], 0), weight_of(task, 11)
+local bytes, bytes_max, weight = whole(limits[3], 0), whole(limits[4], 0), weight_of(task, 12)
 local dead_count = redis.call('HLEN', shard.dead)
 if depth + size > depth_max then return {-1, depth, depth_max, size} end
 if dead_count >= tonumber(ARGV[7]) then return {-3, dead_count, tonumber(ARGV[7])} end
 if bytes + weight > bytes_max then return {-4, bytes, bytes_max, weight} end
 
 local like = {quorum = ARGV[3], priority = ARGV[4], deadline_ms = tonumber(ARGV[5])}
-enter(group.row, group_id, task, like, (is_long(ARGV[8]) and 1 or 0) + (ARGV[9] == '1' and 0 or 2), 11)
+enter(group.row, group_id, task, like, (is_long(ARGV[8]) and 1 or 0) + (ARGV[9] == '1' and 0 or 2), 12)
 return {1}
