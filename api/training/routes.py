@@ -13,10 +13,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from ...fabric.contract.errors import RunUnknown
+from ...fabric.contract.errors import FabricError, RunUnknown
 from ...fabric.contract.ids import check_name
 from ...fabric.contract.text import one_line
 from ...fabric.contract.wire import dump_json
+from ..access.problems import problem, status_of
 from ..schemas.answers import Problem
 from ..schemas.training import (
     Cancelled,
@@ -43,9 +44,8 @@ from .words import TRAINING
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "No such run"}}
 FULL: dict[int | str, dict[str, Any]] = {429: {"model": Problem, "description": "The run is full"}}
 CONFLICT: dict[int | str, dict[str, Any]] = {409: {"model": Problem, "description": "Not newer than the head"}}
-STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {}}, "description": "Each message of type group is a ReceivedGroup"}
-}
+STREAMED = "Each message of type group is a ReceivedGroup; one of type error is a Problem, and the last"
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}, "description": STREAMED}}
 LOOK_S = 5.0  # a stream says after so long why no group comes, and that it is still there
 ANSWER_COUNT_MAX = 256
 ACKNOWLEDGED_S = 0.2  # how often it looks whether groups were acknowledged, where its client has as many as it may
@@ -243,6 +243,11 @@ async def _events(run: Run, body: ReceiveRequest) -> AsyncIterator[bytes]:
                 if wait % round(LOOK_S / ACKNOWLEDGED_S) == 0:
                     yield _comment(f"{len(sent)} groups are in your hands: acknowledge some to get more")
                 await asyncio.sleep(ACKNOWLEDGED_S)
+    except FabricError as error:  # its status is out already
+        said = TRAINING.say(error.message, run.config.run_id)
+        yield (
+            b"event: error\ndata: " + problem(status_of(error), type(error).__name__, said, error.facts).body + b"\n\n"
+        )
     finally:
         run.receipts.give_back(sent)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from rollfab.api.schemas.answers import Problem
 from rollfab.api.schemas.training import Received, ReceivedGroup
 from rollfab.api.training.ports import Runs
 from rollfab.api.training.routes import router
@@ -74,6 +75,17 @@ async def test_groups_go_from_tasks_to_acknowledged_and_come_once(api: ApiWorld)
         assert await post(api, f"{R1}/groups/acknowledge", receipts=receipts) == {"done": receipts, "lost": []}
     assert (await receive(api, wait_s=0.1))["groups"] == []
     assert (await api.json(R1))["counters"]["groups_consumed"] == 2
+
+
+async def test_a_stream_whose_run_is_deleted_says_so_and_ends(api: ApiWorld) -> None:
+    async with api.http.stream("POST", f"{R1}/groups/stream", json={"count": 2}) as answer:
+        lines = answer.aiter_lines()
+        assert await anext(lines) == ": rollfab groups"
+        await api.fabric.board.delete_run("r1")
+        *_, kind, data, _ = [line async for line in lines]
+    assert kind == "event: error"
+    said = Problem.model_validate_json(data.removeprefix("data: "))
+    assert said.error == "RunUnknown" and "run 'r1' was deleted" in said.message and "PUT /v1/runs/r1" in said.message
 
 
 async def test_a_group_that_is_not_acknowledged_in_time_comes_again_and_says_so(api: ApiWorld) -> None:
