@@ -17,7 +17,7 @@ from fastapi import APIRouter, FastAPI
 
 from ..fabric.contract.errors import ConfigError
 from ..fabric.host.helpers import Helpers
-from .access.config import ApiConfig, ListenConfig, check_listening, is_loopback, tls_refused
+from .access.config import ApiConfig, ListenConfig, check_listening, is_loopback, tls_refused, url_of
 from .access.connections import bounded_protocol
 from .app import make_app
 from .reading.status import Ports
@@ -124,13 +124,6 @@ def _load_tls(settings: uvicorn.Config, config: ListenConfig) -> None:
         raise tls_refused(config, error) from error
     if config.has_keys and not settings.is_ssl and not is_loopback(config.host):
         log.warning("api.keys_travel_plain", extra={"host": config.host, "next_step": "give --tls-cert and --tls-key"})
-
-
-def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
-    """Return the address at which a browser on this machine finds the page."""
-    scheme = "https" if is_tls else "http"
-    name = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
-    return f"{scheme}://[{name}]:{port}/" if ":" in name else f"{scheme}://{name}:{port}/"
 
 
 async def _stop_when(stop: asyncio.Event, server: uvicorn.Server, on_stop: Callable[[], None] | None) -> None:

@@ -84,6 +84,13 @@ class ApiConfig(ListenConfig):
         return bool(self.read_keys or self.control_keys)
 
 
+def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
+    """Return the address at which a browser on this machine finds the page."""
+    scheme = "https" if is_tls else "http"
+    name = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
+    return f"{scheme}://[{name}]:{port}/" if ":" in name else f"{scheme}://{name}:{port}/"
+
+
 def check_listening(config: ListenConfig) -> None:
     """Refuse settings with which no server can listen.
 

@@ -94,6 +94,8 @@ def _up(
         device=worker.engine.device or "cpu",
         data=data,
         port=api.port,
+        host=api.host,
+        is_tls=api.tls_cert is not None,
         weights=api.weights,
         model_directories=api.model_directories,
         environments=tuple(environment or ()),

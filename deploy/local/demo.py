@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.live import Live
 
+from ...api.access.config import url_of
 from ...fabric.broker.embedded import EmbeddedBroker, free_port
 from ...fabric.contract.errors import FabricError
 from ...fabric.contract.text import printable
@@ -81,7 +82,8 @@ def run_demo(options: DemoOptions) -> int:
     console = Console(stderr=options.is_json)
     console.width = min(console.width, PICTURE_WIDTH)
     port, key = options.port or free_port(), make_key(directory, "--output")
-    console.print(f"The page: {page_of(port, key, directory, console)}", highlight=False, soft_wrap=True, markup=False)
+    page = page_of(url_of("127.0.0.1", port), key, directory, console)
+    console.print(f"The page: {page}", highlight=False, soft_wrap=True, markup=False)
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.callback((directory / KEY_FILE).unlink, missing_ok=True)

@@ -14,6 +14,7 @@ import os
 import shlex
 import signal
 import socket
+import ssl
 import threading
 import time
 import urllib.error
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from ...api.access.config import url_of
 from ...api.access.keys import hash_key, new_key
 from ...fabric.broker.clients.url import is_local, mask_url
 from ...fabric.broker.embedded import EmbeddedBroker, free_port, starter_of
@@ -64,6 +66,10 @@ class UpOptions:
     slot_count: int
     data: str
     port: int
+    host: str = "127.0.0.1"
+    """The address that the api listens on."""
+    is_tls: bool = False
+    """Whether it speaks https."""
     is_url_given: bool = True
     """Whether --url gave it; else the environment had it, perhaps from an earlier life."""
     api_key: str = field(default="", repr=False)
@@ -88,6 +94,11 @@ class UpOptions:
     is_offline: bool = False
     hub_names: tuple[str, ...] = ()
     """Hub names whose tokenizers agents may download, besides the model's."""
+
+    @property
+    def page(self) -> str:
+        """The page's address, without a key."""
+        return url_of(self.host, self.port, is_tls=self.is_tls)
 
 
 def start_roles(supervisor: Supervisor, url: str, options: UpOptions) -> None:
@@ -171,9 +182,8 @@ def make_key(directory: Path, option: str) -> str:
     return key
 
 
-def page_of(port: int, key: str, directory: Path, console: Console) -> str:
+def page_of(address: str, key: str, directory: Path, console: Console) -> str:
     """Write the page's address to be shown: with its key at a terminal, else with the place of the key's file."""
-    address = f"http://127.0.0.1:{port}/"
     return f"{address}#key={key}" if console.is_terminal else f"{address}#key=… (the key is in {directory / KEY_FILE})"
 
 
@@ -297,14 +307,14 @@ class _Life:
 
     def _is_there(self, child: Child) -> bool:
         if child.name == "api":
-            return _answers(f"http://127.0.0.1:{self._options.port}/healthz")
+            return _answers(f"{self._options.page}healthz")
         info = self._watch.workers.get(child.pid or 0)
         return info is not None and info.state != "loading"
 
     def _tell_up(self) -> None:
         self._is_up = True
         children = [self._supervisor.children[name] for name in self._supervisor.children]
-        page = page_of(self._options.port, self._options.api_key, Path(self._options.data), self._console)
+        page = page_of(self._options.page, self._options.api_key, Path(self._options.data), self._console)
         self._say(f"rollfab is up. Page: {page}")
         for child in children:
             info = self._watch.workers.get(child.pid or 0)
@@ -325,9 +335,11 @@ class _Life:
 
 
 def _answers(url: str) -> bool:
-    """Tell whether an HTTP server of ours is there, well or not."""
+    """Tell whether an HTTP server of ours is there, well or not. It need not prove who it is: it is told nothing."""
+    unverified = ssl.create_default_context()
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
     try:
-        with urllib.request.urlopen(url, timeout=1.0):
+        with urllib.request.urlopen(url, timeout=1.0, context=unverified):
             return True
     except urllib.error.HTTPError:
         return True

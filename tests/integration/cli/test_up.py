@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import signal
+import ssl
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import psutil
 import pytest
 
 from rollfab.fabric.broker.embedded import EmbeddedBroker
+from tests.support.brokers.certificates import make_certificate
 from tests.support.until import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
@@ -145,6 +147,20 @@ def test_up_is_said_when_every_role_works_and_one_interrupt_is_answered_and_ends
         assert not file.exists()
         assert not any(key in path.read_text(errors="replace") for path in (tmp_path / "data").rglob("*.log"))
         assert all_gone(children)
+
+
+def test_up_is_said_where_the_file_gives_the_api_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_certificate(tmp_path, "localhost")
+    config = tmp_path / "rollfab.toml"
+    config.write_text(f'[api]\ntls_cert = "{made.pem}"\ntls_key = "{made.key}"\nhost = "localhost"\n')
+    monkeypatch.setenv("ROLLFAB_CONFIG", str(config))
+    with up(tmp_path / "data", *NOTHING) as terminal:
+        shown = terminal.until("For your trainer:")
+        (page,) = re.findall(r"rollfab is up. Page: (https://localhost:\d+/)#key=", shown)
+        authority = ssl.create_default_context(cafile=str(made.authority))
+        assert httpx.get(f"{page}healthz", verify=authority).status_code == 200
+        terminal.type(CTRL_C)
+        assert terminal.end() == 130
 
 
 @pytest.mark.timeout(180)
