@@ -33,7 +33,8 @@ from .publish.publisher import PublishReport
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT, NEXT = "checkpoint.pt", "publishing.txt"
+ANEW = "give --output another directory, or begin anew there: --fresh"
 REMEMBERED_GROUPS = 4096  # names of trained groups kept for telling a redelivery apart; far more than can be in flight
 GROUP_TIMEOUT_S = 300.0
 LAST_COUNT = 3  # steps that the summary calls the last
@@ -55,6 +56,91 @@ class Progress:
     delta_count: int = 0
     delta_bytes: int = 0
     dense_bytes: int = 0
+    run_id: str = ""
+    seed: int = 0
+
+
+class Checkpoint:
+    """A training's checkpoint in a directory; one rename replaces it.
+
+    Beside it lies the number of the version that is about to be published. So a run that is further than that was
+    trained by somebody else, or from a newer checkpoint: what this one would wait for was consumed long ago.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / CHECKPOINT
+        self._next = directory / NEXT
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is one."""
+        return self.path.exists()
+
+    def read(self) -> dict[str, Any]:
+        """Return what was saved.
+
+        Raises:
+            ConfigError: it is damaged, or no checkpoint.
+        """
+        try:
+            state: dict[str, Any] = torch.load(self.path, weights_only=True)
+            if not {"grpo", "progress"} <= state.keys():
+                raise KeyError("it has no progress of a training")
+        except Exception as error:  # what a damaged file raises depends on where it is damaged
+            raise self.unreadable(error) from error
+        return state
+
+    def unreadable(self, error: Exception) -> ConfigError:
+        """Make the error for a file that is no checkpoint."""
+        reason = (str(error).splitlines() or [""])[0]
+        return ConfigError(
+            f"{self.path} cannot be read, it is damaged or no checkpoint of `rollfab train` "
+            f"({type(error).__name__}: {reason:.200}): {ANEW}"
+        )
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Replace it in one rename.
+
+        Raises:
+            ConfigError: it cannot be written; the one before is as it was.
+        """
+        waiting = self.path.with_suffix(".new")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, waiting)
+            os.replace(waiting, self.path)
+        except (OSError, RuntimeError) as error:  # torch says the latter of a disk that is full
+            waiting.unlink(missing_ok=True)
+            raise self._unwritable(self.path, error) from error
+
+    def note_next(self, version: int) -> None:
+        """Note the version that is published next. Raises ConfigError: it cannot be written."""
+        waiting = self._next.with_suffix(".new")
+        try:
+            self._next.parent.mkdir(parents=True, exist_ok=True)
+            waiting.write_text(str(version), "utf-8")
+            os.replace(waiting, self._next)
+        except OSError as error:
+            raise self._unwritable(self._next, error) from error
+
+    def _unwritable(self, path: Path, error: Exception) -> ConfigError:
+        reason = getattr(error, "strerror", None) or (str(error).splitlines() or [""])[0]
+        return ConfigError(
+            f"{path} cannot be written ({reason:.200}): make room, or change its permissions; started again, the "
+            "training goes on from the checkpoint before"
+        )
+
+    def newest(self, version: int) -> int:
+        """Return the newest version that this training can have published; `version`: that of the checkpoint."""
+        try:
+            return max(version, int(self._next.read_text("utf-8")))
+        except (OSError, ValueError):
+            return version + 1  # it was killed between publishing and saving, at most
+
+    def remove(self) -> None:
+        """Forget it, if it is there."""
+        self.path.unlink(missing_ok=True)
+        self._next.unlink(missing_ok=True)
 
 
 class TrainingLoop:
@@ -74,10 +160,10 @@ class TrainingLoop:
         self._settings = settings
         self._tasks = tasks
         self._seed = seed
-        self._path = directory / CHECKPOINT
+        self._checkpoint = Checkpoint(directory)
         self._report = report
         self._grpo = Grpo(build_model(run.config.model, seed), settings)
-        self.progress = Progress()
+        self.progress = Progress(run_id=run.run_id, seed=seed)
 
     def train(self, *, reward_enough: float = math.inf) -> Progress:
         """Train to the last step, from the checkpoint if there is one.
@@ -88,6 +174,7 @@ class TrainingLoop:
 
         Raises:
             InputError: reward_enough is no number.
+            ConfigError: the checkpoint is damaged, of another training, or older than the run; or it cannot be written.
         """
         if not isinstance(reward_enough, int | float) or math.isnan(reward_enough):
             raise InputError(f"reward_enough is {reward_enough!r}, expected a mean reward, as 0.9")
@@ -104,19 +191,41 @@ class TrainingLoop:
     def _restore(self) -> None:
         """Load the checkpoint, and make sure that the head is the model we hold; save at once what that changed."""
         head = self._run.head_version()
-        is_new = not self._path.exists()
+        is_new = not self._checkpoint.is_there
         if is_new:
             self.progress.first_version = head + 1
         else:
-            state = torch.load(self._path, weights_only=True)
-            self._grpo.load_state_dict(state["grpo"])
-            self.progress = Progress(**state["progress"])
+            state = self._checkpoint.read()
+            try:
+                saved = Progress(**state["progress"])
+                self._grpo.load_state_dict(state["grpo"])
+            except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:
+                raise self._checkpoint.unreadable(error) from error
+            self.progress = self._checked(saved, head)
             for name in self.progress.trained_ids[-self._settings.group_count :]:  # perhaps not acknowledged any more:
                 self._run.cancel(name)  # the new head may be too far ahead of them, and nobody needs them run again
         if is_new or head != self.progress.version:
             self.progress.version = head + 1
             self._publish()
             self._save()
+
+    def _checked(self, saved: Progress, head: int) -> Progress:
+        """Require that a checkpoint is of this training, and as new as the run.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        path, run_id = self._checkpoint.path, self._run.run_id
+        if saved.run_id not in ("", run_id):
+            raise ConfigError(f"{path} is of run {saved.run_id!r}, and not of {run_id!r}: {ANEW}")
+        if saved.run_id and saved.seed != self._seed:
+            raise ConfigError(f"{path} is of a training with seed {saved.seed}, and not {self._seed}: {ANEW}")
+        if head > self._checkpoint.newest(saved.version):
+            raise ConfigError(
+                f"{path} is older than run {run_id!r}: it is of version {saved.version}, the run holds {head}, and the "
+                f"groups of its next step were consumed. Put the newest checkpoint there, or begin anew: --fresh"
+            )
+        return dataclasses.replace(saved, run_id=run_id, seed=self._seed)
 
     def _submit(self) -> None:
         """Keep `1 + staleness` steps' groups in flight; pushing the same names again changes nothing."""
@@ -217,6 +326,7 @@ class TrainingLoop:
         )
 
     def _publish(self) -> PublishReport:
+        self._checkpoint.note_next(self.progress.version)
         published = self._run.publish(self._grpo.model.named_parameters(), self.progress.version)
         if published.kind == "delta":
             self.progress.delta_count += 1
@@ -225,10 +335,7 @@ class TrainingLoop:
         return published
 
     def _save(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        waiting = self._path.with_suffix(".new")
-        torch.save({"grpo": self._grpo.state_dict(), "progress": vars(self.progress)}, waiting)
-        os.replace(waiting, self._path)
+        self._checkpoint.save({"grpo": self._grpo.state_dict(), "progress": vars(self.progress)})
 
 
 def last_reward(progress: Progress) -> float:
@@ -299,7 +406,7 @@ def run_training(options: TrainOptions) -> dict[str, Any]:
         settings = dataclasses.replace(settings, step_count=options.steps)
     directory = make_directory(Path(options.output), "--output")
     if options.is_fresh:
-        (directory / CHECKPOINT).unlink(missing_ok=True)
+        Checkpoint(directory).remove()
     torch.set_num_threads(1)
     with connect(options.url) as fabric:
         run = fabric.run(

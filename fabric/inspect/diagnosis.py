@@ -339,6 +339,7 @@ def _nothing_open(view: _View) -> Iterator[Cause]:
         text = f"{pushed} {have} been consumed or cancelled"
         if dead:
             step = f"See what failed for good ({counted(dead, 'dead letter')}): `rollfab dead ls --run {run}`. {step}"
+        step += ". A group whose name was consumed before is not run again: give new names, or none"
         yield view.cause("all_consumed", text, step)
     else:
         yield view.cause("all_cancelled", f"{pushed} {were} cancelled", step)

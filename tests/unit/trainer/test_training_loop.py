@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from rollfab.fabric.contract.errors import InputError, JobDead
+from rollfab.fabric.contract.errors import ConfigError, InputError, JobDead
 from rollfab.fabric.contract.records import DeadLetter, RunConfig, Span
 from rollfab.fabric.ports.queue import TrajectoryClaim
 from rollfab.trainer import loop as module
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
 from rollfab.trainer.grpo import GrpoSettings
-from rollfab.trainer.loop import LAST_COUNT, Progress, TrainingLoop, summary_of
+from rollfab.trainer.loop import CHECKPOINT, LAST_COUNT, NEXT, Progress, TrainingLoop, summary_of
 from tests.standin.fabric import StandInFabric
 from tests.support.records import rollout_of
 
@@ -76,13 +77,21 @@ class Played:
         return self._loop.call(self._fabric.board.run_status("r1")).depth
 
     def train(
-        self, directory: Path, steps: int, report: Any = lambda _: None, *, enough: float = math.inf, ahead: int = 0
+        self,
+        directory: Path,
+        steps: int,
+        report: Any = lambda _: None,
+        *,
+        enough: float = math.inf,
+        ahead: int = 0,
+        seed: int = 0,
+        config: RunConfig = CONFIG,
     ) -> Progress:
         """What a trainer process does, from its start on."""
         settings = GrpoSettings(group_count=2, group_size=2, step_count=steps, epoch_count=1, staleness=ahead)
-        run = Run(self._loop, AsyncRun(self._fabric, CONFIG))  # type: ignore[arg-type]
+        run = Run(self._loop, AsyncRun(self._fabric, config))  # type: ignore[arg-type]
         return TrainingLoop(
-            run, settings, lambda count, _: [{}] * count, seed=0, directory=directory, report=report
+            run, settings, lambda count, _: [{}] * count, seed=seed, directory=directory, report=report
         ).train(reward_enough=enough)
 
 
@@ -143,9 +152,11 @@ def test_a_training_killed_in_its_first_step_generates_nothing_twice(
 
 def test_a_checkpoint_of_before_trainings_were_told_apart_goes_on(played: Played, tmp_path: Path) -> None:
     played.train(tmp_path, 1)
-    path = tmp_path / module.CHECKPOINT
+    path = tmp_path / CHECKPOINT
     state = torch.load(path, weights_only=True)
-    del state["progress"]["first_version"]
+    for name in ("first_version", "run_id", "seed"):
+        del state["progress"][name]
+    (tmp_path / NEXT).unlink()
     torch.save(state, path)
 
     assert played.train(tmp_path, 2).step == 2
@@ -218,3 +229,90 @@ def test_a_reward_that_is_none_is_refused_before_the_first_step(played: Played, 
     with pytest.raises(InputError, match=r"reward_enough is .*, expected a mean reward"):
         played.train(tmp_path, 2, enough=enough)
     assert played.names == []
+
+
+OTHER = dataclasses.replace(CONFIG, run_id="r2")
+UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
+    "another run": (
+        {"config": OTHER},
+        r"checkpoint\.pt is of run 'r1', and not of 'r2': give --output another directory",
+    ),
+    "another seed": ({"seed": 5}, r"checkpoint\.pt is of a training with seed 0, and not 5: .* --fresh"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_a_checkpoint_of_another_training_is_refused_by_name(played: Played, tmp_path: Path, case: str) -> None:
+    played.train(tmp_path, 1)
+    before = (tmp_path / CHECKPOINT).read_bytes()
+    changed, text = UNLIKE[case]
+    with pytest.raises(ConfigError, match=text):
+        played.train(tmp_path, 3, **changed)
+    assert (tmp_path / CHECKPOINT).read_bytes() == before
+    assert played.train(tmp_path, 2).step == 2
+
+
+def test_a_checkpoint_that_is_older_than_its_run_is_refused_and_the_newest_goes_on(
+    played: Played, tmp_path: Path
+) -> None:
+    # Given a copy of a checkpoint, whose training has gone on
+    played.train(tmp_path / "out", 1)
+    shutil.copytree(tmp_path / "out", tmp_path / "old")
+    played.train(tmp_path / "out", 3)
+    # When somebody goes on from the copy, then it is refused, and does not wait for groups that were consumed
+    with pytest.raises(ConfigError, match=r"is older than run 'r1': it is of version 1, the run holds 3.*--fresh"):
+        played.train(tmp_path / "old", 3)
+    assert played.train(tmp_path / "out", 4).step == 4
+
+
+@pytest.mark.parametrize("kill_count", [1, 3])
+def test_a_training_killed_between_publishing_and_saving_goes_on_however_often(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_count: int
+) -> None:
+    played.train(tmp_path, 1)
+
+    def killed(self: TrainingLoop) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(kill_count):
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainingLoop, "_save", killed)
+            with pytest.raises(KeyboardInterrupt):
+                played.train(tmp_path, 2)
+    assert played.train(tmp_path, 3).step == 3
+
+
+BROKEN: dict[str, bytes] = {"empty": b"", "a text": b"hello", "zeros": bytes(5000), "a json": b"{}"}
+
+
+@pytest.mark.parametrize("case", [*BROKEN, "half", "another torch file", "of an older program"])
+def test_a_file_that_is_no_checkpoint_is_named_with_what_to_do(played: Played, tmp_path: Path, case: str) -> None:
+    played.train(tmp_path, 1)
+    path = tmp_path / CHECKPOINT
+    content = path.read_bytes()
+    path.write_bytes(BROKEN.get(case, content[: len(content) // 2]))
+    if case == "another torch file":
+        torch.save({"model": torch.zeros(3)}, path)
+    if case == "of an older program":
+        torch.save({"grpo": {}, "progress": {"steps": 3}}, path)
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt cannot be read, it is damaged or no checkpoint .* --fresh"):
+        played.train(tmp_path, 2)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played.train(tmp_path, 1)
+    before = (tmp_path / CHECKPOINT).read_bytes()
+
+    def full(state: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1420608 vs 1420500")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(ConfigError, match=r"checkpoint\.pt cannot be written .*goes on from the checkpoint before"):
+            played.train(tmp_path, 2)
+    assert (tmp_path / CHECKPOINT).read_bytes() == before
+    assert not [each for each in tmp_path.iterdir() if each.suffix == ".new"]
+    assert played.train(tmp_path, 2).step == 2
