@@ -76,9 +76,12 @@ def _up(
 
     What is not typed comes from ROLLFAB_CONFIG and the roles' own variables, where these say something.
     """
+    from ...fabric.model.presets import check_tokenizer_files
     from .up import UpOptions, run_up
 
     worker, agent, _, api = _roles(context, words or ())
+    if agents:
+        check_tokenizer_files(worker.engine.model)
     options = UpOptions(
         url=url,
         is_url_given=_is_typed(context, "url"),

@@ -100,6 +100,22 @@ def check_model_name(model: str) -> None:
     )
 
 
+def check_tokenizer_files(model: str) -> None:
+    """Refuse a directory without any tokenizer's file, before anything that must read and write texts is started.
+
+    Raises:
+        ConfigError: names the file that is missing.
+    """
+    if is_preset(model) or not os.path.isdir(model):
+        return
+    if not any(os.path.isfile(os.path.join(model, name)) for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"model {model!r} has no tokenizer: that directory holds no tokenizer.json, nor another tokenizer's file, "
+            "and without one its agents read no text. Save the tokenizer there with `save_pretrained`",
+            name=model,
+        )
+
+
 def check_spelling(model: str) -> None:
     """Refuse a name that is surely a preset's, misspelt: a hub would be asked for it in vain, and nobody holds it.
 

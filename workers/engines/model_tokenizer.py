@@ -24,7 +24,7 @@ from ...fabric.chat.template import ChatTemplate, named_ends
 from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.records import Int32
 from ...fabric.contract.text import printable
-from ...fabric.model.presets import TOKENIZER_FILES, is_path, is_preset
+from ...fabric.model.presets import check_tokenizer_files, is_path, is_preset
 from ...fabric.model.tokenizer import CharTokenizer, Tokenizer
 
 REASON_LENGTH_MAX = 300
@@ -56,6 +56,7 @@ class HubTokenizer:
             from transformers import AutoTokenizer
 
         is_here = is_path(model) or os.path.isdir(model)
+        check_tokenizer_files(model)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 model, trust_remote_code=False, local_files_only=is_here or not may_download
@@ -71,6 +72,12 @@ class HubTokenizer:
                 f"model {model!r} has no tokenizer that can be loaded: {error}. Give a preset, a path or a hub name",
                 model=model,
             ) from error
+        if not len(self.encode("a")):  # the library makes empty ones
+            raise ConfigError(
+                f"model {model!r} has no tokenizer that can be loaded: its files hold no vocabulary, as tokenizer.json "
+                "does. Give a preset, a path or a hub name",
+                model=model,
+            )
 
     @property
     def vocabulary_size(self) -> int:
@@ -147,11 +154,8 @@ def load_tokenizer(model: str, *, may_download: bool = False) -> Tokenizer:
 def find_tokenizer(model: str) -> tuple[Tokenizer | None, str]:
     """The tokenizer of a model that an engine here has loaded; or None, and why there is none. May take seconds."""
     reason = f"model {model!r} has no tokenizer, without which it reads no text: put the tokenizer's files beside it"
-    if os.path.isdir(model) and not any(os.path.isfile(os.path.join(model, name)) for name in TOKENIZER_FILES):
-        return None, reason
     try:
-        tokenizer = load_tokenizer(model, may_download=True)
-        return (tokenizer, "") if len(tokenizer.encode("a")) else (None, reason)  # the library makes empty ones
+        return load_tokenizer(model, may_download=True), ""
     except Exception as error:  # noqa: BLE001  around whatever a library makes of a model's files
         return None, f"{reason} ({printable(repr(error))[:REASON_LENGTH_MAX]})"
 

@@ -263,6 +263,14 @@ def test_a_broker_that_was_asked_for_and_is_not_there_is_an_error(tmp_path: Path
     assert not data.exists()
 
 
+def test_a_model_without_a_tokenizer_is_refused_where_agents_would_need_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with up(tmp_path / "data", "--model", str(tmp_path)) as terminal:
+        assert terminal.end() == 2
+    assert "has no tokenizer: that directory holds no tokenizer.json" in terminal.text
+    assert not (tmp_path / "data").exists()
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("command", ["up", "worker"])
 def test_a_model_that_is_not_there_is_refused_in_one_line_before_anything_starts(tmp_path: Path, command: str) -> None:
@@ -290,7 +298,8 @@ def test_a_model_that_is_not_there_is_refused_in_one_line_before_anything_starts
 def test_a_role_that_keeps_dying_is_given_up_with_its_reason(tmp_path: Path) -> None:
     # Given a model whose config cannot be read
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
     with up(tmp_path / "data", "--model", "./model", cwd=tmp_path) as terminal:
         assert terminal.end() == 1
         assert "error: dedicated-0 ended " in terminal.text and "its log: " in terminal.text

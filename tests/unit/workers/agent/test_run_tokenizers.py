@@ -7,6 +7,8 @@ import dataclasses
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -192,8 +194,12 @@ async def test_a_download_that_is_not_allowed_names_the_option(monkeypatch: pyte
 
 def test_a_directory_is_read_without_asking_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(
-        "transformers.AutoTokenizer.from_pretrained", lambda model, **words: asked.append(words["local_files_only"])
-    )
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def load(model: str, *, local_files_only: bool, **_: Any) -> Any:
+        asked.append(local_files_only)
+        return SimpleNamespace(encode=lambda text, add_special_tokens: [1])
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
     transformers_tokenizer.load_tokenizer(str(tmp_path), may_download=True)
     assert asked == [True]

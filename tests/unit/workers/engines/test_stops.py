@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.model.tokenizer import CharTokenizer, Tokenizer
 from rollfab.workers.engines.model_tokenizer import find_tokenizer, load_tokenizer
 from rollfab.workers.engines.stops import RUN_MAX, Pieces, StopMatcher
@@ -104,5 +105,9 @@ def test_a_directory_without_a_tokenizers_files_has_none_and_says_so(tmp_path: P
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # of which the library makes an empty one
     found, reason = find_tokenizer(str(tmp_path))
     assert found is None and "has no tokenizer" in reason and str(tmp_path) in reason
+    with pytest.raises(ConfigError, match=r"that directory holds no tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert find_tokenizer(str(tmp_path))[0] is None
+    with pytest.raises(ConfigError, match="its files hold no vocabulary"):
+        load_tokenizer(str(tmp_path))
