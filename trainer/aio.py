@@ -448,7 +448,7 @@ class AsyncRun:
                 and their slots are free within a second. Default: every trajectory must end.
             priority: 0 first, 1, 2 last. Trajectories that have begun go before new ones.
             deadline: seconds after which a group is complete with the rollouts it has, even none.
-            group_ids: names to use, one per task; pushing the same name and task again changes nothing, so a
+            group_ids: names to use, one per task; pushing the same name, task and size again changes nothing, so a
                 restarted trainer may repeat itself. Default: new names.
             timeout: seconds to wait while the run is full (back-pressure).
 
@@ -457,7 +457,7 @@ class AsyncRun:
 
         Raises:
             InputError, PayloadTooLarge: names the task; nothing of this call was pushed.
-            InputError: a name of group_ids belongs to a group with another task, which nobody consumed yet.
+            InputError: a name of group_ids belongs to a group with another task or size, which nobody consumed yet.
             EngineUnsupported: every live worker of the model would refuse the run's sampling; nothing was pushed.
             QueueFull: still full after `timeout`, or a group is larger than the run's limit.
             BrokerError, RunUnknown: as they say.

@@ -28,6 +28,7 @@ from ..contract.clock import Clock, SystemClock
 from ..contract.errors import BrokerError, FabricError, FirstError, WireError
 from ..contract.ids import group_of, new_worker_id, shard_of, trajectory_id
 from ..contract.records import DeadLetter, Failure, Group, Rollout, RunConfig
+from ..contract.text import counted
 from ..contract.wire import dump_json, load_json
 from ..ports.queue import ConsumerBeat, Delivery, GroupPush
 from ..rules.queue.dead import VERDICTS, DeadVerdict
@@ -35,7 +36,7 @@ from ..rules.queue.keeping import KEPT_COUNT_MAX, to_drop
 from ..rules.queue.length import task_name
 from ..rules.queue.push import (
     DEAD_COUNT_MAX,
-    another_task,
+    another_group,
     evaluates_another,
     outcome,
     too_many_bytes,
@@ -192,8 +193,12 @@ class RedisRolloutStream:
         refusal = REFUSALS.get(answer[0])
         if refusal is not None:
             return refusal(self._run, *answer[1:])
-        is_other = not answer[0] and answer[1] and _is_other(group, answer[1])
-        return another_task(self._run.run_id, group.group_id) if is_other else bool(answer[0])
+        if answer[0]:
+            return True
+        _, task, size = answer
+        if task and _is_other(group, task):
+            return another_group(self._run.run_id, group.group_id, "another task")
+        return another_group(self._run.run_id, group.group_id, counted(size, "trajectory")) if size else False
 
     async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:
         is_new = consumer not in self._known_names

@@ -616,7 +616,7 @@ async def test_a_refused_push_says_which_groups_are_in(world: World) -> None:
     assert (await world.board.run_status("r1")).depth == 18
 
 
-async def test_a_name_that_is_another_tasks_is_refused_and_the_same_task_changes_nothing(world: World) -> None:
+async def test_a_name_of_another_task_or_size_is_refused_and_the_same_task_changes_nothing(world: World) -> None:
     one = dataclasses.replace(group_of_size("g1", 2), task={"map": "4x4", "question": "first"})
     two = group_of_size("g2", 2)
     await world.rollouts.push([one])
@@ -627,6 +627,9 @@ async def test_a_name_that_is_another_tasks_is_refused_and_the_same_task_changes
     ) as info:
         await world.rollouts.push([other, two])
     assert (info.value.facts["refused"], info.value.facts["taken"]) == (["g1"], ["g2"])
+    for size in (1, 7):
+        with pytest.raises(InputError, match="'g1' is in run 'r1' already, with 2 trajectories: give this one a name"):
+            await world.rollouts.push([dataclasses.replace(one, jobs=group_of_size("g1", size).jobs)])
 
     assert await world.rollouts.push([dataclasses.replace(one, task=dict(reversed(one.task.items())))]) == [False]
     assert {each.job.group_id for each in await world.trajectories.claim("a1", 9)} == {"g1", "g2"}

@@ -73,10 +73,10 @@ def too_many_dead(run: RunConfig, depth: int, limit: int) -> QueueFull:
     )
 
 
-def another_task(run_id: str, group_id: str) -> InputError:
-    """Make the error for a group whose name the run knows for another task."""
+def another_group(run_id: str, group_id: str, what: str) -> InputError:
+    """Make the error for a group whose name the run knows for one with something else: another task, or size."""
     return InputError(
-        f"group {group_id!r} is in run {run_id!r} already, with another task: give this one a name of its own in "
+        f"group {group_id!r} is in run {run_id!r} already, with {what}: give this one a name of its own in "
         "group_ids, or leave group_ids out",
         group_id=group_id,
     )

@@ -3,9 +3,9 @@
 -- Take a group and all its trajectories in, once. At the broker's memory limit it is refused whole.
 -- first_fence: of the run that the caller knows; one that was made again under its name has another. pinned: the version
 -- that the caller evaluates.
--- Returns {1} taken · {0, its task where that is another, or ''} known already · {-1, depth, depth_max, size} · {-2} no such run ·
--- {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight} · {-5, the version pinned, the caller's}; below 0
--- nothing is written
+-- Returns {1} taken · {0, its task, its size, each '' where that is no other} known already · {-1, depth, depth_max, size} ·
+-- {-2} no such run · {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight} · {-5, the version pinned, the
+-- caller's}; below 0 nothing is written
 -- keys shard.clock shard.consumed shard.counters shard.dead shard.late shard.lengths shard.open shard.run group.row
 -- keys trajectory.bell trajectory.job trajectory.ready trajectory.record
 -- use batch count record look time ring length first enter
@@ -17,8 +17,9 @@ if ARGV[11] ~= '' then
 end
 if redis.call('EXISTS', group.row) == 1 or redis.call('ZSCORE', shard.consumed, group_id) then
   tally(shard.run, 'depth', 0)  -- a write, for the WAIT that may follow to wait for
-  local known = redis.call('HGET', group.row, 'task')
-  return {0, known ~= task and known or ''}
+  local known = redis.call('HMGET', group.row, 'task', 'size')
+  local known_size = whole(known[2], size)
+  return {0, known[1] ~= task and known[1] or '', known_size ~= size and known_size or ''}
 end
 
 local limits = redis.call('HMGET', shard.run, 'depth', 'depth_max', 'bytes', 'bytes_max')
