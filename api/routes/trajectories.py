@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from ...fabric.contract.errors import BrokerError
 from ...fabric.inspect.trace import GroupRow, TrajectoryRow, TrajectoryView, group_row, progress_row, row_of, view_of
-from ...fabric.ports.reading import Counts, TrajectoryReader
+from ...fabric.ports.reading import Counts, TrajectoryReader, place_of
 from ..access.problems import Refused
 from ..schemas.answers import Problem
 from ..schemas.base import Model
@@ -83,7 +83,7 @@ def router(context: Context) -> APIRouter:
             found = await reader(run_id)
             counts = await found.counts()
             if state == "open":
-                first = int(cursor) if cursor.isdigit() else 0
+                first = place_of(cursor)
                 rows = [progress_row(each) for each in await found.begun(first, count)]
                 at = str(first + count) if len(rows) == count and counts.begun > first + count else ""
             else:

@@ -7,9 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from ..contract.agreement import TokenDifferences
+from ..contract.errors import InputError
 from ..contract.records import DeadLetter, Rollout, TokenLog, TrajectoryJob, TurnJob, TurnResult
 
 GroupState = Literal["open", "waiting", "finished"]
+
+
+def no_cursor(cursor: str) -> InputError:
+    """Make the error for a cursor that no page gave."""
+    return InputError(f"{cursor[:60]!r} is no cursor: pass the one of the last page, or none", name="cursor")
+
+
+def place_of(cursor: str) -> int:
+    """Read the cursor of a list whose pages begin at a number. Raises InputError."""
+    if cursor and not (cursor.isascii() and cursor.isdigit()):
+        raise no_cursor(cursor)
+    return int(cursor or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,12 @@ from ..broker.clients.channel import Command, checked
 from ..broker.clients.typed import is_wrong_type
 from ..broker.connection import translate
 from ..contract.agreement import TokenDifferences
-from ..contract.errors import InputError, WireError
+from ..contract.errors import WireError
 from ..contract.ids import group_of, turn_id
 from ..contract.ids import trajectory_id as named
 from ..contract.records import DeadLetter, RunConfig, TokenLog, TurnResult
 from ..contract.wire import load_json
-from ..ports.reading import Counts, GroupState, Progress, SeenGroup, SeenTrajectory
+from ..ports.reading import Counts, GroupState, Progress, SeenGroup, SeenTrajectory, no_cursor, place_of
 from ..rules.queue.token_parts import whole
 from .keys import DIFFERENCES, PART_ENDINGS, RunShards, ShardKeys
 from .rows import BadRows, GroupFacts, is_job_name, job_row, kept_row, letter_row, rollout_rows, turn_row
@@ -102,7 +102,7 @@ class RedisTrajectoryReader:
         return [_progress(row, int(answer[0])) for row in answer[1:]]
 
     async def _open_groups(self, count: int, cursor: str) -> tuple[list[SeenGroup], str]:
-        first = int(cursor) if cursor.isdigit() else 0
+        first = place_of(cursor)
         names = list(dict.fromkeys(map(group_of, await self._oldest(0, BEGUN_COUNT_MAX))))
         found = [await self._group(self._shards.of(name), name) for name in names[first : first + count]]
         at = str(first + count) if len(names) > first + count else ""
@@ -138,7 +138,7 @@ class RedisTrajectoryReader:
         """Return (entry id, shard, group id) of complete or kept groups, in order, behind the cursor."""
         match = CURSOR.fullmatch(cursor)
         if cursor and match is None:
-            raise InputError(f"{cursor[:60]!r} is no cursor: pass the one of the last page, or none")
+            raise no_cursor(cursor)
         is_kept = state == "finished"
         commands: list[Command] = []
         for shard, keys in enumerate(self._shards.all):

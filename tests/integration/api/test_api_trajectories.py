@@ -223,8 +223,15 @@ async def test_what_is_not_there_and_what_is_asked_wrongly_says_so(api: ApiWorld
     for name in ("g1.0", "x", "a" * 200, "g1.0.0", "%22%3Cb%3E"):
         problem = await api.json(f"{BASE}/trajectories/{name}", 404)
         assert problem["error"] == "TrajectoryUnknown", name
-    problem = await api.json(f"{BASE}/trajectories", 422, params={"state": "waiting", "cursor": "what"})
-    assert "no cursor" in problem["message"]
+    for path, state, cursor in (
+        (f"{BASE}/trajectories", "waiting", "what"),
+        (f"{BASE}/trajectories", "open", "what"),
+        (f"{BASE}/trajectories", "open", "²"),
+        (f"{BASE}/groups", "open", "\0"),
+        (f"{BASE}/groups", "finished", "\0"),
+    ):
+        problem = await api.json(path, 422, params={"state": state, "cursor": cursor})
+        assert "no cursor" in problem["message"]
     await api.json(f"{BASE}/trajectories", 422, params={"state": "done"})
     await api.json(f"{BASE}/trajectories", 422, params={"count": 0})
 
