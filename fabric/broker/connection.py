@@ -21,7 +21,7 @@ import ssl
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import redis.asyncio
 from redis import exceptions
@@ -77,6 +77,7 @@ async def open_broker(
     assert client_name.isprintable()
     assert " " not in client_name
     parts = read_url(url)
+    await asyncio.to_thread(_check_tls_files, url, parts)
     opening = asyncio.ensure_future(
         _open(url, parts, client_name, max_connections, socket_timeout_s, patience_s, open_patience_s)
     )
@@ -210,6 +211,33 @@ async def _facts_when_loaded(client: redis.asyncio.Redis, until_s: float) -> Bro
             has_said = True
             log.warning("the broker %s loads its data: waiting for it %.0f s", broker_name(client), until_s - now_s)
         await asyncio.sleep(LOADING_POLL_S)
+
+
+def _check_tls_files(url: str, parts: BrokerUrl) -> None:
+    """Require that the certificates and the key that a URL names can be used. Raises ConfigError: it names the file."""
+    settings = dict(parse_qsl(urlsplit(parts.client_url).query))
+    names = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+    authorities, own, key = (settings.get(name) for name in names)
+    context, name, path = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "", ""
+    try:
+        for name in names:
+            if path := settings.get(name, ""):
+                Path(path).open("rb").close()
+        if authorities:
+            name, path = "ssl_ca_certs", authorities
+            context.load_verify_locations(authorities)
+        if own:
+            name, path = ("ssl_keyfile", key) if key else ("ssl_certfile", own)
+            context.load_cert_chain(own, key, settings.get("ssl_password", ""))
+    except ssl.SSLError as error:  # before OSError, which it is
+        what = "no certificate of an authority" if name == "ssl_ca_certs" else f"not the key of the certificate {own}"
+        raise _unusable(url, f"its {name} {path} is {what} ({error.reason or error})") from error
+    except OSError as error:
+        raise _unusable(url, f"its {name} {path} cannot be read: {error.strerror}") from error
+
+
+def _unusable(url: str, fault: str) -> ConfigError:
+    return ConfigError(f"the broker URL {mask_url(url)} is not usable: {fault}", url=mask_url(url))
 
 
 # ---------------------------------------------------------------- scheme

@@ -546,7 +546,7 @@ def _unleased(view: _View) -> Iterator[Cause]:
             yield view.cause(code, text.format(run=view.name) + named + more, step, kind=kind)
 
 
-_LOADS = "Wait; if it takes minutes, read the log of that worker"
+_LOADS = "It goes on by itself once that is there; if it takes minutes, read the log of that worker"
 _LEASE_WORDS = {
     "takes_turns": (
         "the workers of its model serve another run before {run}. ",

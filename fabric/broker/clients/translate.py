@@ -137,6 +137,10 @@ TEXTS: tuple[tuple[str, str, str], ...] = (
 CONNECTING = re.compile(r"connecting to (\S+?)[.:]? ")  # in redis-py's words for a connection that fails
 TIMEOUT = "did not answer in time ({cause}): is it overloaded, stopped, or behind a firewall?"
 TIMEOUT_TLS = TIMEOUT + " Does it speak TLS on this port? If not, use redis://"
+LOST_TLS = (
+    "closed or lost the connection ({cause}): is it running, does it speak TLS on this port, and does it want a "
+    "certificate of ours (?ssl_certfile=…&ssl_keyfile=… in the URL)?"
+)
 LOST = "closed or lost the connection ({cause}): is it running, and is the scheme right (rediss:// for TLS)?"
 
 
@@ -215,7 +219,7 @@ def _explain(error: exceptions.RedisError, *, is_tls: bool) -> tuple[str, str, s
     if isinstance(error, exceptions.TimeoutError) or "Timeout reading" in said:  # as one of these wraps the other
         return "timeout", TIMEOUT_TLS if is_tls else TIMEOUT, said
     if isinstance(error, exceptions.ConnectionError):
-        return "lost", LOST, said
+        return "lost", LOST_TLS if is_tls else LOST, said
     return "refused", "refused a command ({cause})", said
 
 

@@ -39,6 +39,7 @@ SETTINGS = frozenset(
         "username",
     }
 )
+CERT_REQS = ("required", "optional", "none")
 SETTINGS_TLS = frozenset(
     {
         "ssl_ca_certs",
@@ -209,6 +210,8 @@ def _fault_of_settings(parts: SplitResult) -> str:
         return f"it holds an unknown setting {sorted(unknown)[0]!r}"
     if settings.get("durability", "memory") not in get_args(Durability):
         return f"its durability must be one of {', '.join(get_args(Durability))}"
+    if settings.get("ssl_cert_reqs", CERT_REQS[0]) not in CERT_REQS:
+        return f"its ssl_cert_reqs must be one of {', '.join(CERT_REQS)}"
     queue = _split(settings["reward_queue"]) if "reward_queue" in settings else parts
     if queue is None or (queue is not parts and (_fault(queue) or queue.scheme.endswith("+cluster"))):
         return "its reward_queue must be the URL of a broker that is no cluster, percent-encoded"

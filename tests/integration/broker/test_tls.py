@@ -115,8 +115,38 @@ async def test_speaking_tls_to_a_plain_port_says_which_scheme_it_takes(server: R
 
 
 async def test_a_file_of_authorities_that_is_not_there_is_named_as_such(server: RedisServer, tmp_path: Path) -> None:
-    error = await refused(url(server.port, tmp_path / "none.pem"))
-    assert "a file named in its URL does not exist" in str(error)
+    path = tmp_path / "none.pem"
+    with pytest.raises(ConfigError, match=f"its ssl_ca_certs {path} cannot be read: No such file"):
+        await open_broker(url(server.port, path), client_name="test", open_patience_s=0.0)
+
+
+async def test_files_of_tls_that_do_not_belong_together_are_named(
+    server: RedisServer, certificate: Certificate, directory: Path
+) -> None:
+    other = make_certificate(directory, "localhost", authority="a-third-ca")
+    wrong = {
+        f"ssl_certfile={certificate.pem}&ssl_keyfile={other.key}": "ssl_keyfile .* is not the key of the certificate",
+        f"ssl_ca_certs={other.key}": "ssl_ca_certs .* is no certificate of an authority",
+        f"ssl_certfile={certificate.pem}&ssl_keyfile={directory}": "ssl_keyfile .* cannot be read: Is a directory",
+        "ssl_cert_reqs=nonne": "its ssl_cert_reqs must be one of required, optional, none",
+    }
+    for settings, text in wrong.items():
+        with pytest.raises(ConfigError, match=text):
+            await open_broker(f"rediss://localhost:{server.port}/0?{settings}", client_name="test")
+
+
+async def test_a_broker_that_wants_a_certificate_of_ours_is_told_of_and_takes_one(
+    server: RedisServer, certificate: Certificate
+) -> None:
+    context = certificate.context()
+    context.load_verify_locations(certificate.authority)
+    context.verify_mode = ssl.CERT_REQUIRED
+    async with Relay(server.port, tls=context) as relay:
+        where = url(relay.port, certificate.authority)
+        assert "does it want a certificate of ours" in str(await refused(where))
+        ours = f"{where}&ssl_certfile={certificate.pem}&ssl_keyfile={certificate.key}"
+        async with await RedisFabric.open(ours, client_name="test") as fabric:
+            assert isinstance(await fabric.board.runs(), dict)
 
 
 # ---- the api

@@ -39,7 +39,9 @@ def make_certificate(directory: Path, name: str, *, authority: str = "ca") -> Ce
     stem = directory / f"{name.replace(':', '-')}-by-{authority}"
     pem, key, request, extensions = (stem.with_suffix(end) for end in (".pem", ".key", ".csr", ".ext"))
     kind = "IP" if name[0].isdigit() else "DNS"
-    extensions.write_text(f"subjectAltName={kind}:{name}\nbasicConstraints=CA:FALSE\nextendedKeyUsage=serverAuth\n")
+    extensions.write_text(
+        f"subjectAltName={kind}:{name}\nbasicConstraints=CA:FALSE\nextendedKeyUsage=serverAuth,clientAuth\n"
+    )
     _openssl("req", *KEY, "-subj", f"/CN={name}", "-keyout", key, "-out", request)
     signing = ("-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-extfile", extensions)
     _openssl("x509", "-req", "-in", request, *signing, "-out", pem)
