@@ -203,13 +203,14 @@ def _add_weights(routes: APIRouter, runs: Runs, files: WeightFiles) -> None:
             "allow_nonfinite": body.allow_nonfinite,
         }
         async with _using(runs, run_id) as run:
-            if body.directory is not None:
-                path = await asyncio.to_thread(files.find, body.directory)
-                return Published(**asdict(await run.publish(path, **wishes)))
-            if name in published and not files.has(run_id, version) and await run.head_version() >= version:
-                return published[name]
-            with files.sealed(run_id, version) as path:
-                report = await run.publish(path, **wishes)
+            with files.told_below():
+                if body.directory is not None:
+                    path = await asyncio.to_thread(files.find, body.directory)
+                    return Published(**asdict(await run.publish(path, **wishes)))
+                if name in published and not files.has(run_id, version) and await run.head_version() >= version:
+                    return published[name]
+                with files.sealed(run_id, version) as path:
+                    report = await run.publish(path, **wishes)
         published[name] = Published(**asdict(report))
         while len(published) > ANSWER_COUNT_MAX:
             published.popitem(last=False)

@@ -14,12 +14,12 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from ...fabric.contract.errors import ConfigError, InputError
 from ...fabric.contract.limits import MIB
-from ...fabric.host.directories import weights_in
+from ...fabric.host.directories import told_below, weights_in
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors|model\.safetensors\.index\.json")
 ROOM_BYTES = 1024 * MIB
@@ -40,6 +40,10 @@ class WeightFiles:
             InputError: it is not there, lies elsewhere, or holds what is no plain file below the directory.
         """
         return weights_in(self._rooted(), directory)
+
+    def told_below(self) -> AbstractContextManager[None]:
+        """Have errors of the block tell nobody where the directory is."""
+        return told_below(self._root)
 
     @contextmanager
     def sealed(self, run_id: str, version: int) -> Iterator[Path]:

@@ -17,7 +17,7 @@ from ...api.server import run as serve
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, RunUnknown
 from ...fabric.contract.records import RunConfig
-from ...fabric.host.directories import weights_in
+from ...fabric.host.directories import told_below, weights_in
 from ...fabric.model.presets import context_of, find_model
 from ...fabric.opened import RedisFabric
 from ...fabric.ports.inference import INFERENCE
@@ -133,7 +133,8 @@ async def _publish(run: AsyncRun, directory: str | None, path: str, version: int
     """
     place = await asyncio.to_thread(_place, directory, path)
     wanted = await run.head_version() + 1 if version is None else version
-    return (await run.publish(str(place), version=wanted, allow_nonfinite=allow_nonfinite)).version
+    with told_below(None if directory is None else Path(directory)):
+        return (await run.publish(str(place), version=wanted, allow_nonfinite=allow_nonfinite)).version
 
 
 def _place(directory: str | None, path: str) -> Path:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from ..contract.errors import ConfigError, InputError
+from ..contract.errors import ConfigError, FabricError, InputError
 
 WEIGHTS = "the directory that weights are read from"
 
@@ -61,6 +64,26 @@ def weights_in(root: Path, name: str) -> Path:
         if file.suffix in (".safetensors", ".json") and not (target.is_file() and target.is_relative_to(whole)):
             raise InputError(f"{file.name} of {name!r:.200} is no plain file in {WEIGHTS}", name="directory")
     return place
+
+
+@contextmanager
+def told_below(root: Path | None) -> Iterator[None]:
+    """Tell callers of other machines, in errors of the block, what lies where below a directory, and not where that is.
+
+    root: None: there is none.
+    """
+    try:
+        yield
+    except FabricError as error:
+        whole = "/" if root is None else str(root.expanduser().resolve())
+        if whole == "/":
+            raise
+
+        def below(said: Any) -> Any:
+            return said.replace(f"{whole}/", "").replace(whole, WEIGHTS) if isinstance(said, str) else said
+
+        facts = {name: below(fact) for name, fact in error.facts.items()}
+        raise type(error)(below(error.message), **facts) from error
 
 
 def owner_only(path: str, flags: int) -> int:

@@ -247,6 +247,20 @@ async def test_weights_arrive_in_pieces_and_are_published_bit_by_bit(api: ApiWor
     save_file({**tensors, "b": np.zeros(2, np.float32)}, tmp_path / "step-1" / "model.safetensors")
     assert (await post(api, "v1/runs/w/versions", version=1, directory="step-1"))["kind"] == "delta"
     assert (await post(api, "v1/runs/w/versions", 409, version=0, directory="step-1"))["error"] == "VersionConflict"
+    # And what is no weights is refused, without a word of where the directory is
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "model.safetensors").write_bytes(data[:99])
+    for body, words in (
+        ({"directory": "empty"}, "no *.safetensors in empty: give a checkpoint's directory"),
+        ({"directory": "torn"}, "torn/model.safetensors cannot be read as safetensors"),
+        ({}, "model.safetensors cannot be read as safetensors"),
+    ):
+        await api.http.put("v1/runs/w/uploads/2/model.safetensors", content=b"torn")
+        answer = await api.http.post("v1/runs/w/versions", json={"version": 2, **body})
+        assert answer.status_code == 422 and words in answer.json()["message"], answer.text
+        assert str(tmp_path) not in answer.text
+    assert (await api.http.delete("v1/runs/w/uploads/2")).json() == {"is_dropped": True}
     (tmp_path / "out").symlink_to("/etc")
     for name, why in (("..", "is not in"), ("/etc", "is not in"), ("out", "is not in"), ("nowhere", "is not there")):
         assert why in (await post(api, "v1/runs/w/versions", 422, version=2, directory=name))["message"]

@@ -268,9 +268,16 @@ async def _is_asked(http: httpx.AsyncClient) -> bool:
 
 
 def test_weights_from_elsewhere_are_refused(fleet: InferenceProcess) -> None:
-    for path, why in (("/etc", "nothing else is read"), ("../x", "nothing else is read"), ("none", "is not there")):
+    (fleet.weights / "torn.safetensors").write_bytes(b"torn")
+    for path, why in (
+        ("/etc", "nothing else is read"),
+        ("../x", "nothing else is read"),
+        ("none", "is not there"),
+        ("torn.safetensors", "torn.safetensors cannot be read as safetensors"),
+    ):
         response = fleet.http.post("/update_weights_from_disk", json={"model_path": path})
         assert response.status_code == 400 and why in response.json()["error"]["message"], response.text
+        assert str(fleet.weights) not in response.text, "where the directory is concerns nobody"
 
 
 def test_weights_that_are_no_numbers_are_refused_unless_they_are_allowed(fleet: InferenceProcess) -> None:
