@@ -443,11 +443,11 @@ class RolloutStream(Protocol):
         ...
 
     async def pin(self, version: int) -> None:
-        """Let only clients that pinned the same version push from now on, and those that pinned none."""
+        """Refuse clients that pinned another version from now on: VersionConflict. Those that pinned none go on."""
         ...
 
     async def check_there(self) -> None:
-        """Require that. Raises RunUnknown: it says what became of the run, and what to do."""
+        """Require that. Raises RunUnknown, VersionConflict: it says what became of the run, and what to do."""
         ...
 
     async def beat(self, consumer: str, duration_s: float) -> ConsumerBeat:

@@ -56,7 +56,7 @@ PENDING_COUNT = 64  # of these looked at together
 DROP_COUNT = 500  # entries looked at behind one of no group
 TAKE_COUNT = 256  # groups taken over by one call: bounds the time a script holds the broker
 SETTINGS_UNKNOWN = (None, None, None, None)  # where a key of another type stands
-NO_RUN = -2  # queue/lua/rollouts/push_group.lua: the run is not there
+NOT_ITS = (-2, -5)  # queue/lua/rollouts/push_group.lua: the run is not there, or evaluates another version
 NOT_HELD = -1  # queue/lua/rollouts/acknowledge.lua, and swap_group.lua
 KEPT_TOO_MUCH = 2  # queue/lua/rollouts/use/leave.lua
 SWAPPED = b"="  # queue/lua/rollouts/swap_group.lua
@@ -65,7 +65,6 @@ REFUSALS: dict[int, Callable[..., FabricError]] = {
     -1: too_many_open,
     -3: too_many_dead,
     -4: too_many_bytes,
-    -5: evaluates_another,
 }
 RETRY_COUNT = 256  # groups of which dead trajectories are retried by one round trip
 LATE_COUNT = 64  # groups closed at their deadline by one call
@@ -107,8 +106,8 @@ class RedisRolloutStream:
             for group, shard in zip(groups, shards, strict=True)
         ]
         answers = await self._push(calls)
-        is_gone = any(isinstance(answer, list) and answer[0] == NO_RUN for answer in answers)
-        gone = await unknown_run(self._client, self._run.run_id) if is_gone else None
+        is_gone = any(isinstance(answer, list) and answer[0] in NOT_ITS for answer in answers)
+        gone = await self._why_not_ours() if is_gone else None
         names = [group.group_id for group in groups]
         doubtful = [name for name, answer in zip(names, answers, strict=True) if isinstance(answer, FabricError)]
         verdicts = [self._verdict(group, answer, gone) for group, answer in zip(groups, answers, strict=True)]
@@ -167,8 +166,21 @@ class RedisRolloutStream:
                 await self._client.hset(keys.run, "pinned", version)
 
     async def check_there(self) -> None:
-        if not await self.is_there():
-            raise await unknown_run(self._client, self._run.run_id)
+        if not await self.is_there() or await self._pinned_elsewhere() is not None:
+            raise await self._why_not_ours()
+
+    async def _pinned_elsewhere(self) -> bytes | None:
+        """Return the version that the run evaluates by now, if this client evaluates another one."""
+        with translate():
+            found = await self._client.hget(self._shards.all[0].run, "pinned") if self._pinned else None
+        return found if found != self._pinned.encode() else None
+
+    async def _why_not_ours(self) -> FabricError:
+        """Say why a call was refused: the run was deleted, or somebody has taken the evaluation on."""
+        pinned = await self._pinned_elsewhere()
+        if pinned is not None and await self.is_there():
+            return evaluates_another(self._run, pinned.decode("utf-8", "replace"), self._pinned)
+        return await unknown_run(self._client, self._run.run_id)
 
     def _push_call(self, group: GroupPush, first_fence: str) -> Call:
         keys = self._shards.of(group.group_id)
@@ -182,12 +194,12 @@ class RedisRolloutStream:
         return [DEAD_COUNT_MAX, task_name(self._run, group.task_id), int(self._run.nearest_first)]
 
     def _verdict(self, group: GroupPush, answer: Any, gone: FabricError | None) -> bool | FabricError:
-        """Say whether the group was new, or why it was refused; `gone`: the error if there is no such run."""
+        """Say whether the group was new, or why it was refused; `gone`: the error if the run is not its any more."""
         if isinstance(answer, FabricError):
             return answer
         if isinstance(answer, Exception):
             return _translated(answer)
-        if answer[0] == NO_RUN:
+        if answer[0] in NOT_ITS:
             assert gone is not None
             return gone
         refusal = REFUSALS.get(answer[0])
@@ -206,14 +218,14 @@ class RedisRolloutStream:
         await self._learn(range(self._run.shard_count))
         for shard, keys in enumerate(self._shards.all):
             args: list[Any] = [consumer, self._client_id, int(duration_s * 1000), int(is_new), TAKE_COUNT]
-            args.append(self._first_fences.get(shard, ""))
+            args += [self._first_fences.get(shard, ""), self._pinned]
             count = TAKE_COUNT
             while count >= TAKE_COUNT:
                 count = 0
                 with first_error, translate():
                     count, *found = await self._scripts.call("beat_consumer", [keys], args)
                     if count < 0:
-                        raise await unknown_run(self._client, self._run.run_id)
+                        raise await self._why_not_ours()
                     is_unknown, *found = found
                     was_lost |= bool(is_unknown) and not is_new
                     namesakes.update(
@@ -528,11 +540,11 @@ class RedisRolloutStream:
     async def cancel(self, group_id: str) -> bool:
         keys, shard = self._shards.of(group_id), shard_of(group_id, self._run.shard_count)
         await self._learn([shard])
-        args: list[Any] = [group_id, CONSUMED_COUNT_MAX, self._first_fences.get(shard, "")]
+        args: list[Any] = [group_id, CONSUMED_COUNT_MAX, self._first_fences.get(shard, ""), self._pinned]
         with translate():
             code = await self._scripts.call("cancel_group", [keys, keys.of_group(group_id)], args)
         if code < 0:
-            raise await unknown_run(self._client, self._run.run_id)
+            raise await self._why_not_ours()
         return bool(code)
 
     async def reap(self) -> int:

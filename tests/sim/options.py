@@ -64,6 +64,7 @@ class Options:
     has_guest: bool  # a second run, of the same weights now and then
     deletes_guest: bool  # an operator deletes that in the middle of its work
     remakes_guest: bool  # and somebody else makes one of its name
+    evaluates: bool  # two processes evaluate versions of the run beside it, both under one name
     serves_s: float  # a step of the serving engines beside which lent workers are; 0: they are beside none
 
     @property
@@ -183,5 +184,6 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         has_guest=not (focus or hangs or revokes) and Random(f"guest {seed}").random() < 0.4,
         deletes_guest=Random(f"deletes {seed}").random() < 0.4,
         remakes_guest=Random(f"remakes {seed}").random() < 0.6,
+        evaluates=not (focus or hangs or revokes) and Random(f"evaluates {seed}").random() < 0.25,
         serves_s=0.0 if hangs else Random(f"serves {seed}").choice((0.0, 0.0, 0.02, 0.12)),
     )

@@ -392,6 +392,14 @@ def weights_of_a_deleted_run_count() -> list[Patch]:
 
 
 @plant
+def versions_are_not_pinned() -> list[Patch]:
+    """Who evaluates a version submits to a run that evaluates another one by now."""
+    return [
+        in_lua(("return pinned ~= '' and facts[2] and facts[2] ~= pinned and 'of another version'", "return false"))
+    ]
+
+
+@plant
 def redelivery_not_marked() -> list[Patch]:
     """A group that comes again looks like new."""
     original = RedisRolloutStream._group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from functools import cache
@@ -21,6 +22,7 @@ from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
 from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
 from tests.sim.checks.check_capacity import FIRST_TOKEN_S, life_of
 from tests.sim.checks.check_groups import score
+from tests.sim.checks.checkers import require
 from tests.sim.environment import TARGETS
 from tests.sim.link import Link
 from tests.sim.policy import tensors
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from tests.sim.world import Watched, World
 
 RUN_ID, GUEST_ID = "sim", "guest"
+EVALUATION, EVALUATION_ID = "check", f"{RUN_ID}-eval-check"
 GUEST_VERSION_MIN = 3  # versions of the second run have other numbers
 TAKEOVER_S = 8.0  # more than any process is stopped for
 OTHER_TASK = 50  # the first that replaces a dropped group
@@ -134,7 +137,10 @@ async def reward(world: World, link: Link, stop: asyncio.Event) -> None:
     while not stop.is_set():
         try:
             run_id, trajectory_id, fence = await link.rewards.take()
-            queue = link.trajectories((await link.board.runs())[run_id])
+            run = (await link.board.runs()).get(run_id)
+            if run is None:  # an evaluation that was deleted
+                continue
+            queue = link.trajectories(run)
             begun = await queue.begin_score(trajectory_id, fence, info.worker_id, 1.0, loss_max=SCORE_LOSS_MAX)
             if begun is not None and begun.rollout is not None:
                 await asyncio.sleep(0.05)
@@ -166,6 +172,38 @@ async def guest(world: World, link: Link, stop: asyncio.Event) -> None:
     run = await _opened(link, lambda: stop.is_set() or guest.is_deleted, GUEST_ID, **settings)
     if run is not None:
         await _train(_GuestLoop(guest, world, link, run), stop)
+
+
+async def evaluator(world: World, link: Link, stop: asyncio.Event) -> None:
+    """Somebody who evaluates one version after another, as does another one under the same name."""
+    random, life = Random(f"{link.process.name} {world.options.seed}"), life_of(link.process)
+    numbers = count()
+    while not stop.is_set():
+        fabric = AsyncFabric(link, "memory:")  # type: ignore[arg-type]
+        with contextlib.suppress(FabricError):  # it is refused often; what is accepted is looked at
+            head = (await link.weights.head(RUN_ID)).version
+            version = random.choice((None, head, head - 1))
+            evaluation = await fabric.evaluation(RUN_ID, max(0, version) if version else None, name=EVALUATION)
+            await asyncio.sleep(random.choice((0.0, 0.0, 0.2, 1.0)))
+            name = f"e{life}-{next(numbers)}"
+            assert evaluation.evaluates is not None
+            world.evaluated[name] = evaluation.evaluates
+            await evaluation.submit([{"number": 1}], group_size=2, group_ids=[name], timeout=0.05)
+            view = {"consumer": link.process.name, "takeover": TAKEOVER_S}
+            async for group in evaluation.groups(timeout=random.choice((0.5, 3.0)), **view):
+                world.judge(check_evaluated, group, world.evaluated[group.group_id])
+        await asyncio.sleep(random.choice((0.05, 0.3)))
+
+
+def check_evaluated(group: Group, version: int) -> None:
+    """An evaluation's rollouts are of the version that they were asked of."""
+    found = {span.policy_version for each in group.rollouts for span in each.spans}
+    require(found <= {version}, f"group {group.group_id} was to evaluate version {version}, and is of {found}")
+
+
+def check_weights(published: int | None, version: int, digest: int) -> None:
+    """What is evaluated has the weights of the run beside it."""
+    require(published == digest, f"an evaluation of version {version} holds other weights than the run's")
 
 
 async def _opened(link: Link, is_over: Callable[[], bool], run_id: str, **settings: Any) -> AsyncRun | None:

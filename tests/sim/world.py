@@ -47,6 +47,7 @@ from tests.standin.fabric import StandInFabric
 LEAVE_S = 5.0  # within which a process that is asked to must leave
 STATUS_S = 0.25
 RETRY_S = 0.3
+EVALUATED_S = 6.0  # beyond the faults, in which the run is evaluated
 SERVED_S = 3.0  # beyond the faults, in which serving has requests
 SCORE_MS = 3_000  # a reward that was lost is asked for again
 
@@ -59,13 +60,19 @@ class SimFabric(StandInFabric):
 
     def __init__(self, clock: VirtualClock, *, broker: Broker, client_id: str, changes: dict[str, Any]) -> None:
         super().__init__(clock, broker=broker, client_id=client_id)
-        create_run = self.board.create_run
+        create_run, change_run = self.board.create_run, self.board.change_run
+
+        def with_changes(config: RunConfig) -> RunConfig:
+            return dataclasses.replace(config, **changes) if config.run_id == roles.RUN_ID else config
 
         async def create(config: RunConfig) -> RunConfig:
-            own = changes if config.run_id == roles.RUN_ID else {}
-            return await create_run(dataclasses.replace(config, **own))
+            return await create_run(with_changes(config))
+
+        async def change(was: RunConfig, config: RunConfig) -> bool:
+            return await change_run(was, with_changes(config))
 
         self.board.create_run = create  # type: ignore[method-assign]
+        self.board.change_run = change  # type: ignore[method-assign]
 
     def trajectories(self, run: RunConfig) -> RedisTrajectoryQueue:
         return RedisTrajectoryQueue(self._client, run, score_ms=SCORE_MS)
@@ -150,6 +157,7 @@ class World:
             for each, last in ((self.first, self.capacity), (self.guest, self.guest))
             if each is not None
         }
+        self.evaluated: dict[str, int] = {}  # which version each group of the evaluation was submitted for
         self.rewards = roles.RewardQueue()
         self.links: dict[str, Link] = {}
         self.agents: dict[str, AgentWorker] = {}
@@ -187,13 +195,20 @@ class World:
             ("trainer", 1),
             ("rank", int(options.has_rank)),
             ("guest", int(options.has_guest)),
+            ("evaluator", 2 * options.evaluates),
         ):
             for _ in range(count):
                 self.start(role)
         await self.set_lend("on")
         others = [
             asyncio.create_task(each)
-            for each in (self._delete_guest(), self._watch(), self._retry_dead(), self._loosen())
+            for each in (
+                self._delete_guest(),
+                self._delete_evaluation(),
+                self._watch(),
+                self._retry_dead(),
+                self._loosen(),
+            )
         ]
         faults = Faults(self, Random(f"faults {options.seed}"))
         try:
@@ -201,7 +216,8 @@ class World:
             self.facts.note("world", "calm")
             await self._unless_failed(faults.settle())
             await self.set_lend("on")
-            await self._unless_failed(others[0])
+            for each in others[:2]:
+                await self._unless_failed(each)
             await self._unless_failed(self._live())
             await self._unless_failed(check_idle(self))
             await self._unless_failed(self._leave())
@@ -229,6 +245,17 @@ class World:
             made = Watched(roles.GUEST_ID, self.options.of_guest, self, self._guest_tasks)
             self.guest, self._checkers[roles.GUEST_ID] = made, _checkers_of(made, made)
             self.start("guest")
+
+    async def _delete_evaluation(self) -> None:
+        """Nobody evaluates any more, once the faults have been over for a while; what is left of it goes."""
+        if not self.options.evaluates:
+            return
+        await asyncio.sleep(self.options.faults_s + EVALUATED_S)
+        for process in [each for each in self.living() if each.role == "evaluator"]:
+            process.is_replaced = True
+            self.crash(process, after_s=0.0)
+        with contextlib.suppress(RunUnknown):
+            await self.fabric.board.delete_run(roles.EVALUATION_ID)
 
     async def _retry_dead(self) -> None:
         """Somebody looks at the dead letters again and again, and lets them run again."""
@@ -350,8 +377,10 @@ class World:
 
     def applied(self, process: Process, worker_id: str, run_id: str, version: int, digest: int) -> None:
         """An engine holds weights of a run now."""
-        watched = next(each for each in self.watched if each.run_id == run_id)
-        if watched.is_deleted:
+        watched = next((each for each in self.watched if each.run_id == run_id), None)
+        if watched is None:
+            self.judge(roles.check_weights, self.facts.weights.get(version), version, digest)
+        if watched is None or watched.is_deleted:
             return self.capacity.forget(worker_id)
         return self.judge(self.capacity.applied, process, worker_id, watched.facts, version, digest)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...contract.errors import FabricError, InputError, QueueFull, RunUnknown, VersionConflict
 from ...contract.text import counted, did_you_mean
@@ -54,11 +54,10 @@ def too_many_bytes(run: RunConfig, size: int, limit: int, need: int) -> QueueFul
     )
 
 
-def evaluates_another(run: RunConfig, pinned: Any, own: Any) -> VersionConflict:
+def evaluates_another(run: RunConfig, pinned: str, own: str) -> VersionConflict:
     """Make the error for an evaluation that somebody has taken on to another version than the caller's."""
-    now, wanted = (each.decode("utf-8", "replace") for each in (pinned, own))
     return VersionConflict(
-        f"run {run.run_id!r} evaluates version {now} by now: it was opened anew since this handle of version {wanted} "
+        f"run {run.run_id!r} evaluates version {pinned} by now: it was opened anew since this handle of version {own} "
         "was. Open it again, or evaluate that version beside it: give that evaluation a name",
     )
 

@@ -95,6 +95,17 @@ def test_a_handle_submits_to_its_own_version_alone_and_whoever_comes_back_finds_
         with pytest.raises(VersionConflict, match="evaluates version 2 by now: it was opened anew since this handle"):
             mine.submit(TASKS, group_ids=NAMES)
         theirs.submit(TASKS, group_ids=NAMES)
+        for touch in (
+            lambda: mine.cancel("a"),
+            lambda: list(mine.groups(timeout=1.0)),
+            mine.peek,
+            mine.status,
+            mine.head_version,
+        ):
+            with pytest.raises(
+                VersionConflict, match="evaluates version 2 by now: it was opened anew since this handle"
+            ):
+                touch()
         # When a refused call comes meanwhile, then nothing has changed for whoever has work there
         run.publish(changed(3), version=3)
         with pytest.raises(VersionConflict, match="4 trajectories of it are not consumed yet"):

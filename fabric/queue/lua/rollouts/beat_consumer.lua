@@ -1,13 +1,15 @@
--- beat_consumer(name, client_id, duration_ms, is_new, count_max, first_fence | '')
+-- beat_consumer(name, client_id, duration_ms, is_new, count_max, first_fence | '', pinned | '')
 -- A client consumes under a name: what it received is its own for duration_ms from now. It takes over what others
 -- received and have not acknowledged: its namesakes' when it is new, since it follows them, and that of whoever is silent.
 -- Returns {how many it took over (count_max: ask again), 1 if it was not known (any more), the live namesakes…}; a run
--- that is gone gets nothing written. {-1}: it was made again under its name, and has another first_fence
+-- that is gone gets nothing written. {-1}: it was made again under its name, and has another first_fence · {-2}: the client evaluates
+-- a version, and another one is pinned
 -- keys shard.clock shard.completed shard.consumers shard.run
 -- flags allow-oom
--- use look time
+-- use look time whose
 if redis.call('EXISTS', shard.completed) == 0 then return {0, 0} end
-if ARGV[6] ~= '' and redis.call('HGET', shard.run, 'first_fence') ~= ARGV[6] then return {-1} end
+local other = whose(ARGV[6], ARGV[7])
+if other then return {other == 'of another run' and -1 or -2} end
 local me, now, left = ARGV[1] .. '/' .. ARGV[2], now_ms(shard.clock), tonumber(ARGV[5])
 local until_ms = now + tonumber(ARGV[3])
 

@@ -4,17 +4,14 @@
 -- first_fence: of the run that the caller knows; one that was made again under its name has another. pinned: the version
 -- that the caller evaluates.
 -- Returns {1} taken · {0, its task, its size, each '' where that is no other} known already · {-1, depth, depth_max, size} ·
--- {-2} no such run · {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight} · {-5, the version pinned, the
--- caller's}; below 0 nothing is written
+-- {-2} no such run · {-3, dead_count, dead_count_max} · {-4, bytes, bytes_max, weight} · {-5} another version is pinned;
+-- below 0 nothing is written
 -- keys shard.clock shard.consumed shard.counters shard.dead shard.late shard.lengths shard.open shard.run group.row
 -- keys trajectory.bell trajectory.job trajectory.ready trajectory.record
--- use batch count record look time ring length first enter
+-- use batch count record look time ring length first enter whose
 local group_id, size, task = ARGV[1], tonumber(ARGV[2]), ARGV[6]
-if ARGV[10] ~= '' and redis.call('HGET', shard.run, 'first_fence') ~= ARGV[10] then return {-2} end
-if ARGV[11] ~= '' then
-  local pinned = redis.call('HGET', shard.run, 'pinned')
-  if pinned and pinned ~= ARGV[11] then return {-5, pinned, ARGV[11]} end
-end
+local other = whose(ARGV[10], ARGV[11])
+if other then return {other == 'of another run' and -2 or -5} end
 if redis.call('EXISTS', group.row) == 1 or redis.call('ZSCORE', shard.consumed, group_id) then
   tally(shard.run, 'depth', 0)  -- a write, for the WAIT that may follow to wait for
   local known = redis.call('HMGET', group.row, 'task', 'size')

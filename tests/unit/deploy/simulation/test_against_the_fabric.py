@@ -70,6 +70,7 @@ CALM = replace(
     revokes=False,
     kills=False,
     has_guest=False,
+    evaluates=False,
     serves_s=0.0,
 )
 OTHERS = {
