@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -78,7 +79,7 @@ from .metrics import StepMeter
 from .publish.publisher import Publisher, PublishReport
 from .publish.tensors import ComparesOn, given_of
 from .receipts import Receipts
-from .waiting import Waiting
+from .waiting import SAY_AFTER_S, Waiting
 
 OFFERED = {  # error; the thing; who offers it; how to offer one
     "environment": (EnvironmentUnknown, "environment", "agent worker", "an agent with `rollfab agent --environment"),
@@ -86,7 +87,14 @@ OFFERED = {  # error; the thing; who offers it; how to offer one
 }
 log = logging.getLogger(__name__)
 
+OPENING_COUNT_MAX = 5  # times that others who open one evaluation may be ahead
+OPENING_S, OPENING_LOOK_S = 60.0, 0.125  # how long one waits for them, and how often it looks
+
 HEAL_S, HEAL_LOOK_S = 10.0, 0.25  # how long a read waits for damage to be mended, and how often it looks
+
+
+class _OpenedByOthers(VersionConflict):
+    """Somebody else opens the same evaluation, and has published to it meanwhile."""
 
 
 class AsyncFabric:
@@ -218,6 +226,9 @@ class AsyncFabric:
             trained = await self.run(run_id)
             try:
                 own = f"{run_id}{SUFFIX}" + ("" if name is None else f"-{name}")
+                for _ in range(OPENING_COUNT_MAX):
+                    with suppress(_OpenedByOthers):
+                        return await self._evaluation(trained, own, version, settings)
                 return await self._evaluation(trained, own, version, settings)
             finally:
                 await self._drop(trained)
@@ -225,7 +236,11 @@ class AsyncFabric:
     async def _evaluation(
         self, trained: AsyncRun, name: str, version: int | None, settings: dict[str, Any]
     ) -> AsyncRun:
-        """Refuse what cannot be before anything is changed."""
+        """Refuse what cannot be before anything is changed.
+
+        Raises:
+            _OpenedByOthers: somebody else published to it meanwhile: look again what it holds.
+        """
         check_name("run", name)
         existing = (await self._ports.board.runs()).get(name)
         held, depth = await self._held_by(existing)
@@ -251,9 +266,25 @@ class AsyncFabric:
             return before
         await evaluation.evaluate(goal, before, held)
         self._evaluations[name] = evaluation
-        if weights is not None:  # as they are live already, so whatever they are
-            await evaluation.publish(weights, version=goal, allow_nonfinite=True)
+        if weights is None:
+            return evaluation
+        try:
+            await evaluation.publish(weights, version=goal, allow_nonfinite=True)  # whatever they are: they are live
+        except VersionConflict as error:
+            del self._evaluations[name]
+            await self._drop(evaluation)
+            await self._until_moved(name, held)
+            raise _OpenedByOthers(error.message, **error.facts) from None
         return evaluation
+
+    async def _until_moved(self, name: str, held: int) -> None:
+        """Wait until somebody else who opens an evaluation has published; whoever began last does, if he lives."""
+        for step in range(round(OPENING_S / OPENING_LOOK_S)):
+            if (await self._ports.weights.head(name)).version != held:
+                return
+            if step * OPENING_LOOK_S == SAY_AFTER_S:
+                log.warning("run %r: waits for another process that opens this evaluation at the same time", name)
+            await asyncio.sleep(OPENING_LOOK_S)
 
     async def _held_by(self, evaluation: RunConfig | None) -> tuple[int, int]:
         """Return the version that an evaluation holds, -1: none, and its trajectories that are not consumed."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import Any
 
 import numpy as np
 import pytest
 
 import rollfab
+import rollfab.aio
 from rollfab.fabric.contract.errors import ConfigError, InputError, RunUnknown, VersionConflict, VersionUnknown
 from rollfab.fabric.contract.records import Group
 from rollfab.trainer.client import Run
@@ -121,6 +125,34 @@ def test_a_handle_submits_to_its_own_version_alone_and_whoever_comes_back_finds_
         named = fabric.fabric.evaluation("lake", 1, name="short", environment_options=options)
         assert fabric.fabric.evaluation("lake", 2, name="short").config.environment_options == options
         assert named.config.environment_options == options
+
+
+def test_who_opens_an_evaluation_at_once_with_others_gets_it_or_hears_which_version_it_has(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    async def open_at_once(url: str, name: str, versions: list[int]) -> list[Any]:
+        async with AsyncExitStack() as stack:
+            fabrics = [await stack.enter_async_context(await rollfab.aio.connect(url)) for _ in versions]
+            opening = [
+                fabric.evaluation("lake", version, name=name) for fabric, version in zip(fabrics, versions, strict=True)
+            ]
+            opened = await asyncio.gather(*opening, return_exceptions=True)
+            return [each if isinstance(each, BaseException) else each.evaluates for each in opened]
+
+    with processes(tmp_path_factory.mktemp("at-once")) as fabric:
+        fabric.start("agent", "agent", "--environment", "walk=tests.support.worlds.worlds:Walk")
+        fabric.wait_for_role("agent")
+        run = fabric.fabric.run("lake", model="tiny", environment="walk", **SETTINGS)
+        for version in range(3):
+            run.publish(changed(version), version=version)
+        for number in range(5):
+            # When several ranks of one program open the same, then each has it
+            assert asyncio.run(open_at_once(fabric.url, f"same{number}", [1] * 4)) == [1] * 4
+            # When each wants a version of its own, then somebody has one, and the others hear which it is
+            found = asyncio.run(open_at_once(fabric.url, f"own{number}", [0, 1, 2]))
+            assert any(not isinstance(each, BaseException) for each in found)
+            for each in found:
+                assert not isinstance(each, BaseException) or "has evaluated version" in str(each), each
 
 
 def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_factory: pytest.TempPathFactory) -> None:
