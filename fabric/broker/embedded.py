@@ -93,16 +93,21 @@ class EmbeddedBroker:
         try:
             lock, previous = _take_lock(directory)
             try:
-                doors = _doors(directory, transport, port, previous.get("url", ""))
+                doors = _doors(directory, transport, port, previous.get("last_url", ""))
                 process, url = _launch(doors, directory, lock, is_temporary)
                 named = {"starter": starter} if starter else {}
                 _write_lock(lock, {"owner_pid": os.getpid(), "server_pid": process.pid, "url": url} | named)
             finally:
                 os.close(lock)  # the server holds its own copy
-        except BaseException:
+        except BaseException as error:
             if is_temporary:
                 shutil.rmtree(directory, ignore_errors=True)
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise ConfigError(
+                f"no private broker can be started: its data directory {directory} cannot be written: "
+                f"{error.strerror}; make room there, or choose another"
+            ) from error
         log.info("broker.started", extra={"server_pid": process.pid, "data_directory": str(directory)})
         return cls(process, url, directory, is_temporary=is_temporary)
 
@@ -212,8 +217,10 @@ def _take_lock(directory: Path) -> tuple[int, dict[str, Any]]:
                 raise _in_use(directory, previous) from None
             pause.wait(0.05)
         else:
-            os.ftruncate(lock, 0)  # nobody shall read the last server's URL while ours starts
-            return lock, previous
+            # Nobody shall take the last server's URL for ours while that starts, and nothing lose its password.
+            last_url = previous.get("url") or previous.get("last_url") or ""
+            _write_lock(lock, {"last_url": last_url})
+            return lock, {"last_url": last_url}
 
 
 def _lives(pid: Any) -> bool:
@@ -253,7 +260,8 @@ def _read_lock(lock: int) -> dict[str, Any]:
 
 
 def _write_lock(lock: int, content: dict[str, Any]) -> None:
-    os.pwrite(lock, json.dumps(content).encode(), 0)
+    written = os.pwrite(lock, json.dumps(content).encode(), 0)
+    os.ftruncate(lock, written)
 
 
 def _doors(directory: Path, transport: Literal["unix", "tcp"], port: int | None, previous_url: str) -> list[Door]:

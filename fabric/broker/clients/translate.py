@@ -138,8 +138,8 @@ CONNECTING = re.compile(r"connecting to (\S+?)[.:]? ")  # in redis-py's words fo
 TIMEOUT = "did not answer in time ({cause}): is it overloaded, stopped, or behind a firewall?"
 TIMEOUT_TLS = TIMEOUT + " Does it speak TLS on this port? If not, use redis://"
 LOST_TLS = (
-    "closed or lost the connection ({cause}): is it running, does it speak TLS on this port, and does it want a "
-    "certificate of ours (?ssl_certfile=…&ssl_keyfile=… in the URL)?"
+    "closed or lost the connection ({cause}): is it running, and does it speak TLS on this port? If it wants a "
+    "certificate of ours, add ?ssl_certfile=/path/to/our.pem to the URL, and ssl_keyfile likewise"
 )
 LOST = "closed or lost the connection ({cause}): is it running, and is the scheme right (rediss:// for TLS)?"
 

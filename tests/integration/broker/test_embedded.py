@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import rollfab
+from rollfab.fabric.broker import server_process
 from rollfab.fabric.broker.connection import check_broker, open_broker
 from rollfab.fabric.broker.embedded import EmbeddedBroker, starter_of
 from rollfab.fabric.contract.errors import BrokerError, ConfigError
@@ -165,6 +167,27 @@ def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(home: Path) -> 
 def test_a_port_that_is_taken_is_said_and_a_stranger_is_not_mistaken_for_our_server(home: Path, tmp_path: Path) -> None:
     with redis_server(tmp_path) as stranger, pytest.raises(BrokerError, match="Address already in use"):
         EmbeddedBroker.start(home, transport="tcp", port=stranger.port)
+
+
+def test_a_start_that_fails_for_want_of_room_says_so_and_loses_no_password(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a directory with data, whose broker is stopped
+    with EmbeddedBroker.start(home, transport="tcp") as broker:
+        url = broker.url
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    # When it is started while the disk is full, twice
+    with monkeypatch.context() as patch:
+        patch.setattr(server_process, "write_private", full)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=f"directory {home} cannot be written: No space left on device; make"):
+                EmbeddedBroker.start(home, transport="tcp")
+    # Then it is reached as before once there is room
+    with EmbeddedBroker.start(home, transport="tcp") as broker:
+        assert broker.url == url
 
 
 def test_a_lost_port_is_replaced_by_another(home: Path) -> None:

@@ -143,7 +143,7 @@ async def test_a_broker_that_wants_a_certificate_of_ours_is_told_of_and_takes_on
     context.verify_mode = ssl.CERT_REQUIRED
     async with Relay(server.port, tls=context) as relay:
         where = url(relay.port, certificate.authority)
-        assert "does it want a certificate of ours" in str(await refused(where))
+        assert "If it wants a certificate of ours" in str(await refused(where))
         ours = f"{where}&ssl_certfile={certificate.pem}&ssl_keyfile={certificate.key}"
         async with await RedisFabric.open(ours, client_name="test") as fabric:
             assert isinstance(await fabric.board.runs(), dict)
