@@ -95,7 +95,7 @@ class Checkpoint:
         reason = (str(error).splitlines() or [""])[0]
         return ConfigError(
             f"{self.path} cannot be read, it is damaged or no checkpoint of `rollfab train` "
-            f"({type(error).__name__}: {reason:.200}): {ANEW}"
+            f"({type(error).__name__}: {reason:.80}): {ANEW}"
         )
 
     def save(self, state: dict[str, Any]) -> None:

@@ -184,7 +184,8 @@ def read_scenario(source: str | Path) -> Scenario:
         elif not isinstance(value, dict):
             raise ConfigError(f"{name}: {key} is no table: write [{key}], and its settings below")
         elif key == "failures" and value.keys() <= {"back_s", "agents"}:
-            raise ConfigError(f"{name}: [failures] has no hours_between, of a worker's deaths: without it none dies")
+            mortal = "of a worker's deaths, nor agent_, controller_ or broker_hours_between"
+            raise ConfigError(f"{name}: [failures] has no hours_between, {mortal}: without it nobody dies")
         else:
             found[key] = _part(name, key, value)
     return checked(Scenario(**found), name)

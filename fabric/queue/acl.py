@@ -93,8 +93,8 @@ TRAINER = Rights(
     purpose="creates runs, pushes groups, takes completed ones, publishes weights",
     scripts="push_group swap_group beat_consumer acknowledge keep_differences drop_kept cancel_group rerun_stale "
     "retry_dead open_publisher put_manifest advance_head set_head drop_version mend late_groups close_group add_event "
-    "clock holders offer answer change_run",
-    commands=f"{STATUS} hset hsetnx xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
+    "clock holders offer answer change_run open_shard pin",
+    commands=f"{STATUS} hset xgroup|create xreadgroup xack xdel hdel hkeys set persist exists unlink "
     "mget get getrange xread wait waitaof",
     reads=f"{STATUS_KEYS} {{run}}:lengths {{weights}}:*",
     writes="{rf}:runs {rf}:events {run}:run {run}:counters {run}:completed {run}:consumers {run}:dead "
@@ -110,7 +110,7 @@ RIGHTS: dict[str, Rights] = {
         purpose="a gateway before an engine's HTTP: carriers and turns like an agent, runs and weights like a trainer",
         scripts=f"{MEASURE} claim renew release reap push_turns settle_turns cancel_turns fail_trajectory late_groups "
         "close_group push_group cancel_group open_publisher put_manifest advance_head set_head drop_version mend "
-        "clock holders offer answer change_run",
+        "clock holders offer answer change_run open_shard",
         commands=" ".join(dict.fromkeys(f"{LEAVE} blpop {TRAINER.commands}".split())),
         reads=f"{TRAINER.reads} {{run}}:leases {{run}}:lease_slots",
         writes=f"{MEASURE_KEYS} {ENDING_KEYS} {{run}}:consumed {{run}}:inbox:* {{rf}}:runs {{weights}}:*",

@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from ..broker.clients.channel import checked
 from ..broker.clients.cluster_client import ClusterClient
@@ -78,9 +77,9 @@ class RedisLeaseBoard(RedisLeases):
                         return config
                     continue
                 await self._outlast(config.run_id)
-                await self._create_shards(config)  # its shards first: whoever finds the run finds its streams
-                if await self._client.hsetnx(names.RUNS, config.run_id, config.encode()):
-                    await self._create_shards(config)  # again: an older one's deletion may have removed them in between
+                await self._open_shards(config)  # its shards first: whoever finds the run finds its streams
+                if await self._scripts.call("change_run", [], [config.run_id, "", config.encode()]):
+                    await self._open_shards(config)  # again: an older one's deletion may have removed them in between
                     return config
 
     async def change_run(self, was: RunConfig, config: RunConfig) -> bool:
@@ -96,7 +95,7 @@ class RedisLeaseBoard(RedisLeases):
         if not await self._scripts.call("change_run", [], [config.run_id, raw, config.encode()]):
             return False
         while True:
-            await self._create_shards(config)
+            await self._open_shards(config)
             now = await self._client.hget(names.RUNS, config.run_id)
             if now is None or (found := _run_in(config.run_id, now)) == config:
                 return True
@@ -108,34 +107,15 @@ class RedisLeaseBoard(RedisLeases):
         if names.DELETED_TTL_MS - left_ms <= OUTLAST_MS:
             await asyncio.sleep(OUTLAST_MS / 1000)
 
-    async def _create_shards(self, config: RunConfig) -> None:
-        made_ms = await self.wall_ms()
-        for keys in RunShards(config.run_id, config.shard_count).all:
-            await self._create_shard(keys, config, made_ms)
-
-    async def _create_shard(self, keys: ShardKeys, config: RunConfig, made_ms: int) -> None:
-        limits = {
-            "depth_max": config.trajectory_count_max // config.shard_count,
-            "bytes_max": config.memory_bytes_max // config.shard_count,
-            "staleness": config.staleness,
-            "when_stale": config.when_stale,
-        }
-        await self._client.hset(keys.run, mapping=limits)
-        firsts = {"depth": 0, "bytes": 0, "head_version": -1}
-        if await self._client.hget(keys.run, "head_version") is None:  # a run that has one goes on as it began
-            firsts = {"first_fence": made_ms // 100, "moved_by": made_ms, **firsts}
-        for field, first in firsts.items():
-            await self._client.hsetnx(keys.run, field, first)
-        ready = (*keys.trajectory.ready, *keys.turn.ready)
-        for stream, group in (
-            *((stream, names.CONSUMER_GROUP_WORKERS) for stream in ready),
-            (keys.completed, names.CONSUMER_GROUP_TRAINER),
-        ):
-            try:
-                await self._client.xgroup_create(stream, group, id="0", mkstream=True)
-            except ResponseError as error:
-                if not str(error).startswith("BUSYGROUP"):
-                    raise
+    async def _open_shards(self, config: RunConfig) -> None:
+        """Begin the shards of a run, or tell them its settings of now."""
+        made_ms, count = await self.wall_ms(), config.shard_count
+        limits: list[Any] = [config.trajectory_count_max // count, config.memory_bytes_max // count]
+        args = [*limits, config.staleness, config.when_stale, made_ms // 100, made_ms]
+        shards = RunShards(config.run_id, count).all
+        checked(
+            await self._scripts.call_many([("open_shard", [keys, keys.trajectory, keys.turn], args) for keys in shards])
+        )
 
     async def runs(self) -> dict[str, RunConfig]:
         with translate():

@@ -162,8 +162,7 @@ class RedisRolloutStream:
     async def pin(self, version: int) -> None:
         self._pinned = str(version)
         with translate():
-            for keys in self._shards.all:
-                await self._client.hset(keys.run, "pinned", version)
+            checked(await self._scripts.call_many([("pin", [keys], [version]) for keys in self._shards.all]))
 
     async def check_there(self) -> None:
         if not await self.is_there() or await self._pinned_elsewhere() is not None:

@@ -148,6 +148,7 @@ async def test_every_script_may_be_called_by_the_roles_that_have_it(
     async with parts(broker) as who:
         await who["trainer"].board.create_run(RUN)
         assert await who["trainer"].board.change_run(RUN, RUN)
+        await who["trainer"].rollouts.pin(0)
         await publish(who["trainer"])
         await lend(who)
         await play_turns(who)

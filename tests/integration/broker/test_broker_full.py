@@ -22,6 +22,7 @@ from rollfab.fabric.contract.records import (
 )
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import GroupPush, TrajectoryClaim, TurnPush, TurnQueue, TurnSettle
+from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.queue.scripts import load_script, script_names
 from rollfab.trainer.aio import AsyncRun
 from tests.support import records
@@ -120,6 +121,19 @@ async def test_a_refused_push_writes_nothing_and_says_what_to_do(ports: RedisFab
         await ports.rollouts(RUN).push([group("refused")])
     assert await ports.board.run_status("r1") == before
     assert before.depth == len(taken)
+
+
+async def test_settings_change_whole_and_a_run_is_opened_at_the_limit(ports: RedisFabric) -> None:
+    taken = await fill(ports)
+    lower = dataclasses.replace(RUN, trajectory_count_max=len(taken), weight=2.0)
+    assert await ports.board.change_run(RUN, lower)
+    assert (await ports.board.runs())["r1"] == lower
+    await ports.rollouts(lower).pin(0)
+    shard = await ports.board._client.hmget(ShardKeys("r1", 0).run, "depth_max", "pinned")
+    assert [int(each) for each in shard] == [len(taken), 0], "the row and its shard agree"
+    assert await ports.board.create_run(lower) == lower
+    other = dataclasses.replace(lower, run_id="r2")
+    assert await ports.board.create_run(other) == other
 
 
 def test_only_what_takes_work_in_is_refused_at_the_limit() -> None:
