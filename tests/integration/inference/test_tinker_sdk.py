@@ -111,18 +111,21 @@ def test_eight_clients_at_once_lose_nothing_while_workers_die_and_join(fleet: In
 def test_while_no_worker_is_there_the_sdk_logs_why_and_goes_on_when_one_comes(
     fleet: InferenceProcess, tmp_path: Path
 ) -> None:
-    # Given a fleet whose only worker was killed, and nobody starts it again
-    fabric = fleet.fabric
-    for name in {"dedicated", "second"} & set(fabric.supervisor.children):
-        fabric.kill(name)
     # When the SDK samples; then it logs the cause and the next step, in our words
-    process = sdk(fleet, tmp_path, 1, 1, 24)
+    process = waiting_sample(fleet, tmp_path)
     line = paused(process, tmp_path)
     assert "Reason: no worker is connected that could generate for run 'policy'" in line, line
     assert "rollfab worker --model tiny" in line, line
     # And when the worker is there again, it has its sample
-    fabric.supervisor.watch()
+    fleet.fabric.supervisor.watch()
     assert len(said(process, tmp_path)[0][1]) == 24
+
+
+def waiting_sample(fleet: InferenceProcess, tmp_path: Path) -> subprocess.Popen[bytes]:
+    """Sample from a fleet whose workers were killed, and nobody starts them again."""
+    for name in {"dedicated", "second"} & set(fleet.fabric.supervisor.children):
+        fleet.fabric.kill(name)
+    return sdk(fleet, tmp_path, 1, 1, 24)
 
 
 def paused(process: subprocess.Popen[bytes], tmp_path: Path) -> str:
@@ -140,11 +143,8 @@ def paused(process: subprocess.Popen[bytes], tmp_path: Path) -> str:
 def test_while_the_broker_does_not_answer_the_sdk_logs_that_and_goes_on_when_it_does(
     fleet: InferenceProcess, tmp_path: Path
 ) -> None:
-    # Given a sample that waits, as the fleet's only worker was killed
-    fabric = fleet.fabric
-    for name in {"dedicated", "second"} & set(fabric.supervisor.children):
-        fabric.kill(name)
-    process = sdk(fleet, tmp_path, 1, 1, 24)
+    # Given a sample that waits for a worker
+    fabric, process = fleet.fabric, waiting_sample(fleet, tmp_path)
     wait_until(lambda: "ready" in (tmp_path / SAID).read_text(), "the client is there")
     # When the broker stands still, too; then the SDK logs that
     os.kill(fabric.broker.pid, signal.SIGSTOP)
