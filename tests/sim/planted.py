@@ -386,12 +386,6 @@ def a_deleted_run_gets_a_clock() -> list[Patch]:
 
 
 @plant
-def weights_of_a_deleted_run_count() -> list[Patch]:
-    """A worker that holds version 3 of a run that was deleted gets turns of one of its name, which is at version 3."""
-    return [in_lua(("if is_of_another or head - tonumber", "if head - tonumber"))]
-
-
-@plant
 def versions_are_not_pinned() -> list[Patch]:
     """Who evaluates a version submits to a run that evaluates another one by now."""
     return [

@@ -9,7 +9,7 @@ from tests.sim.planted import PLANTS, planted
 from tests.sim.world import simulate
 
 SEED_COUNT = 300  # the rarest is found by one seed in a hundred
-LIKELY = (2, 4, 120, 84, 12, 18, 9, 7, 24, 31028, 326, 866)  # seeds that find most at once, and the rarest, looked at first
+LIKELY = (2, 4, 120, 84, 12, 18, 9, 7, 24, 326, 866)  # seeds that find most at once, and the rarest, looked at first
 
 
 @pytest.mark.slow
