@@ -92,10 +92,9 @@ class Checkpoint:
 
     def unreadable(self, error: Exception) -> ConfigError:
         """Make the error for a file that is no checkpoint."""
-        reason = (str(error).splitlines() or [""])[0]
         return ConfigError(
-            f"{self.path} cannot be read, it is damaged or no checkpoint of `rollfab train` "
-            f"({type(error).__name__}: {reason:.80}): {ANEW}"
+            f"{self.path} cannot be read, it is damaged or no checkpoint of `rollfab train` ({type(error).__name__}): "
+            f"{ANEW}"
         )
 
     def save(self, state: dict[str, Any]) -> None:
