@@ -163,6 +163,7 @@ class TrainingLoop:
         self._report = report
         self._grpo = Grpo(build_model(run.config.model, seed), settings)
         self.progress = Progress(run_id=run.run_id, seed=seed)
+        self.done_before = 0  # steps that the checkpoint had behind it
 
     def train(self, *, reward_enough: float = math.inf) -> Progress:
         """Train to the last step, from the checkpoint if there is one.
@@ -201,6 +202,7 @@ class TrainingLoop:
             except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:
                 raise self._checkpoint.unreadable(error) from error
             self.progress = self._checked(saved, head)
+            self.done_before = self.progress.step
             for name in self.progress.trained_ids[-self._settings.group_count :]:  # perhaps not acknowledged any more:
                 self._run.cancel(name)  # the new head may be too far ahead of them, and nobody needs them run again
         if is_new or head != self.progress.version:
@@ -421,7 +423,7 @@ def run_training(options: TrainOptions) -> dict[str, Any]:
             run.report(**facts)
 
         loop = TrainingLoop(run, settings, tasks, seed=options.seed, directory=directory, report=report)
-        summary = summary_of(loop.train(), settings)
+        summary = summary_of(loop.train(), settings) | {"steps_before": loop.done_before}
     (directory / "summary.json").write_bytes(dump_json(summary))
     return summary
 

@@ -161,7 +161,7 @@ def _train(
     run: Annotated[str, typer.Option(help="The run.")] = "train",
     environment: Annotated[str, typer.Option(help="frozenlake or guess-the-number.")] = "frozenlake",
     reward: Annotated[str | None, typer.Option(help="Registered reward function; default: the environment's.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: as tuned.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps in all; default: as tuned.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of model and tasks.")] = 0,
     output: Annotated[str, typer.Option(help="Checkpoints and summary.json go here.")] = "rollfab-train",
     fresh: Annotated[bool, typer.Option("--fresh", help="Ignore an earlier checkpoint.")] = False,
@@ -185,8 +185,15 @@ def _train(
     if json:
         show_json(summary)
         return
+    if (before := summary["steps_before"]) == summary["steps"]:
+        show(
+            f"Nothing to do: the checkpoint in {output} has {before} steps behind it. --steps counts those, too: "
+            f"--steps {before + 10} goes on from there, --fresh begins anew"
+        )
+        return
+    again = f" ({before} of them before)" if before else ""
     rewards = f"mean reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f}"
-    show(f"{summary['steps']} steps, {summary['rollouts']} rollouts, {rewards}; see {output}/summary.json")
+    show(f"{summary['steps']} steps{again}, {summary['rollouts']} rollouts, {rewards}; see {output}/summary.json")
 
 
 def _broker(

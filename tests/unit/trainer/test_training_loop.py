@@ -90,9 +90,10 @@ class Played:
         """What a trainer process does, from its start on."""
         settings = GrpoSettings(group_count=2, group_size=2, step_count=steps, epoch_count=1, staleness=ahead)
         run = Run(self._loop, AsyncRun(self._fabric, config))  # type: ignore[arg-type]
-        return TrainingLoop(
+        self.loop = TrainingLoop(
             run, settings, lambda count, _: [{}] * count, seed=seed, directory=directory, report=report
-        ).train(reward_enough=enough)
+        )
+        return self.loop.train(reward_enough=enough)
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_a_training_that_goes_on_names_its_groups_as_before(played: Played, tmp_
 
     progress = played.train(tmp_path / "out", 2)
 
-    assert (progress.step, progress.rollout_count) == (2, 8)
+    assert (progress.step, progress.rollout_count, played.loop.done_before) == (2, 8, 1)
     assert len({name.rpartition("-")[0] for name in played.names}) == 1
     assert [name.rpartition("-")[2] for name in played.names] == ["0", "1", "2", "3"]
 

@@ -115,3 +115,20 @@ def test_shells_complete_commands_and_options(shell: str) -> None:
     assert "--watch" in asked("complete", "rollfab status --w")
     assert re.search(r"\bdiscard\b", asked("complete", "rollfab dead dis"))
     assert re.search(r"\bobserve\b", asked("complete", "rollfab lend o"))
+
+
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        (0, "11 steps, 88 rollouts, mean reward 0.10 → 0.90; see out/summary.json"),
+        (4, "11 steps (4 of them before), 88 rollouts, mean reward 0.10 → 0.90; see out/summary.json"),
+        (11, "Nothing to do: the checkpoint in out has 11 steps behind it. --steps counts those, too: --steps 21 goes"),
+    ],
+)
+def test_a_training_says_what_of_it_was_done_before(before: int, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"steps": 11, "rollouts": 88, "reward_first": 0.1, "reward_last": 0.9, "steps_before": before}
+    monkeypatch.setattr("rollfab.trainer.loop.run_training", lambda options: facts)
+
+    done = CliRunner().invoke(app, ["train", "--url", "redis://nowhere", "--output", "out"])
+
+    assert done.output.startswith(line), (done.output, done.exception)
