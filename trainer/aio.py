@@ -72,7 +72,7 @@ from .checks import (
     make_groups,
     plain_facts,
 )
-from .evaluation import SUFFIX, check_existing, check_same_weights, evaluation_of, goal_of
+from .evaluation import check_existing, check_same_weights, evaluation_of, goal_of, name_of
 from .filters import Keep, Refill, check_refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .metrics import StepMeter
@@ -220,12 +220,10 @@ class AsyncFabric:
             InputError, EnvironmentUnknown, RewardUnknown: as for `run`.
         """
         check_version(version)
-        if name is not None:
-            check_name("evaluation", name)
         async with self._evaluating:
             trained = await self.run(run_id)
             try:
-                own = f"{run_id}{SUFFIX}" + ("" if name is None else f"-{name}")
+                own = name_of(trained.run_id, name)
                 for _ in range(OPENING_COUNT_MAX):
                     with suppress(_OpenedByOthers):
                         return await self._evaluation(trained, own, version, settings)
@@ -241,7 +239,6 @@ class AsyncFabric:
         Raises:
             _OpenedByOthers: somebody else published to it meanwhile: look again what it holds.
         """
-        check_name("run", name)
         existing = (await self._ports.board.runs()).get(name)
         held, depth = await self._held_by(existing)
         if existing is not None:

@@ -11,12 +11,29 @@ from dataclasses import replace
 from typing import Any
 
 from ..fabric.contract.errors import ConfigError, InputError, VersionConflict
+from ..fabric.contract.ids import NAME_LETTERS_MAX, check_name
 from ..fabric.contract.records import RunConfig
-from ..fabric.rules.queue.runs import FIXED
+from ..fabric.rules.queue.runs import FIXED, check_same_run
 from .checks import check_settings
 
 SUFFIX = "-eval"
 SHARE = 0.1  # of what the run itself gets of the workers
+
+
+def name_of(trained: str, name: str | None) -> str:
+    """Return the name of an evaluation's run. Raises ConfigError: it is no name, or becomes too long."""
+    own = f"{trained}{SUFFIX}"
+    if name is None:
+        return check_name("run", own)
+    check_name("evaluation", name)
+    if (room := NAME_LETTERS_MAX - len(own) - 1) < len(name):
+        raise ConfigError(
+            f"evaluation {name!r} of run {trained!r} would be run {own}-{name}, whose name is too long: "
+            + (f"it may have {room} letters" if room > 0 else "evaluate without a name, or give the run a shorter one"),
+            kind="evaluation",
+            name=name,
+        )
+    return f"{own}-{name}"
 
 
 def evaluation_of(
@@ -31,6 +48,7 @@ def evaluation_of(
 
     Raises:
         InputError: a setting does not exist, or cannot be another one.
+        RunMismatch: the evaluation exists with other settings that cannot change.
     """
     check_settings(name, settings)
     for fixed in ("model", "dtype"):
@@ -42,6 +60,9 @@ def evaluation_of(
     staleness = settings.get("staleness", 0)
     if staleness != 0:
         raise InputError(f"run {name!r}: staleness is {staleness!r}, of an evaluation it is 0: leave it out")
+    if own is not None:
+        fixed_now = {each: settings[each] for each in FIXED if each in settings}
+        check_same_run(own, replace(own, **fixed_now), "Give the evaluation that differs a name of its own")
     if own is not None and is_under_way:
         return replace(own, **settings)
     kept = {} if own is None else {each: getattr(own, each) for each in FIXED if each not in ("model", "dtype")}

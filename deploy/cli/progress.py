@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -14,7 +14,11 @@ from .printing import Console
 
 AFTER_S = 1.0  # what is done sooner needs no bar
 
-Tell = Callable[[int, int], None]
+
+class Tell(Protocol):
+    """Moves the bar to so many of so many. what: is done now; empty: what was done before."""
+
+    def __call__(self, done: float, whole: float | None, what: str = "") -> None: ...
 
 
 @contextmanager
@@ -35,11 +39,16 @@ def progress(
         redirect_stdout=sys.stdout.isatty(),  # what is printed beside it goes above it, and into a pipe as it is
     )
     task = bar.add_task(what, total=total)
+
+    def tell(done: float, whole: float | None, what: str = "") -> None:
+        named: dict[str, Any] = {"description": what} if what else {}
+        bar.update(task, completed=done, total=whole, **named)
+
     timer = threading.Timer(AFTER_S, bar.start)
     timer.daemon = True
     timer.start()
     try:
-        yield lambda done, whole: bar.update(task, completed=done, total=whole)
+        yield tell
     finally:
         timer.cancel()
         timer.join()

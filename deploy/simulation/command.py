@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from ...fabric.contract.errors import ConfigError
 from ...fabric.contract.text import did_you_mean
 from ..cli.options import AsJson
 from ..cli.printing import Console, show_json
+from ..cli.progress import progress
 from .scenario import SAMPLES, Scenario, check_runs, read_scenario
 
 
@@ -115,21 +117,21 @@ def chosen(scenario: Scenario, arms: str, seed_count: int | None) -> Scenario:
 
 
 def run_all(scenario: Scenario, timelines: dict[int, Any] | None = None) -> list[Any]:
-    """Simulate every arm on every seed at every load; says on stderr how far it is.
+    """Simulate every arm on every seed at every load; a terminal shows how far it is.
 
     timelines: gets the time line of each arm's first seed, by the number of its run; None: none is kept.
     """
     from .run import simulate
     from .timeline import Timeline
 
-    part, console = scenario.simulation, Console(stderr=True)
+    part = scenario.simulation
     wanted = [(load, arm, seed) for load in scenario.serving.loads for arm in part.arms for seed in part.seeds]
     found: list[Any] = []
-    for number, (load, arm, seed) in enumerate(wanted, 1):
-        if console.is_terminal:
-            console.print(f"{number} of {len(wanted)}: {arm}, load {load:g}, seed {seed}", style="dim", end="\r")
-        timeline = Timeline() if timelines is not None and seed == part.seeds[0] else None
-        if timelines is not None and timeline is not None:
-            timelines[len(found)] = timeline
-        found.append(simulate(scenario, arm, load=load, seed=seed, timeline=timeline))
+    with progress("simulating", unit="count", total=len(wanted)) as tell:
+        for load, arm, seed in wanted:
+            timeline = Timeline() if timelines is not None and seed == part.seeds[0] else None
+            if timelines is not None and timeline is not None:
+                timelines[len(found)] = timeline
+            how_far = partial(tell, len(found), len(wanted))
+            found.append(simulate(scenario, arm, load=load, seed=seed, timeline=timeline, tell=how_far))
     return found

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..cli.printing import Cell, Console, new_table
+from ..cli.progress import progress
 from .report import TAG, faster, figure
 from .run import Run, simulate
 from .scenario import Scenario
@@ -21,11 +23,18 @@ def plan(scenario: Scenario) -> dict[str, Any]:
     """Simulate; return a row per number of instances, and the one to choose. Every figure is simulated."""
     each, count = scenario.cluster.gpus_per_instance, scenario.instances[1]
     load, seeds = scenario.serving.loads[0], scenario.simulation.seeds
-    rows, alone = [], [simulate(scenario, "fixed", load=load, seed=seed) for seed in seeds]
-    for lent in sorted({round(part * count) for part in PARTS}):
-        offered = replace(scenario, serving=replace(scenario.serving, offered=lent))
-        runs = [simulate(offered, ARM, load=load, seed=seed) for seed in seeds] if lent else alone
-        rows.append({"gpus_lent": lent * each, **_row(runs, alone)})
+    lendings = sorted({round(part * count) for part in PARTS})
+    rows: list[dict[str, Any]] = []
+    alone: list[Run] = []
+    with progress("simulating", unit="count", total=len(lendings) * len(seeds)) as tell:
+        for number, lent in enumerate(lendings):
+            offered = replace(scenario, serving=replace(scenario.serving, offered=lent))
+            runs = []
+            for seed in seeds:
+                how_far = partial(tell, number * len(seeds) + len(runs), None)
+                runs.append(simulate(offered, ARM if lent else "fixed", load=load, seed=seed, tell=how_far))
+            alone = alone or runs
+            rows.append({"gpus_lent": lent * each, **_row(runs, alone)})
     return {"tag": TAG, "scenario": scenario.name, "load": load, "rows": rows, "choice": choose(rows)["gpus_lent"]}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,6 +30,7 @@ from .training import StepTimes, Trainer
 LOAD_S_MAX = 3400.0  # of a trace; it is repeated
 ATTAINED_MIN = 0.99  # the bound is on what keeps the SLO: an arm that breaks it may have more
 SEEDS_APART = 1_000_003  # of what runs of one cluster draw
+TELL_S = 60.0  # simulated, between two words of how far it is
 TOLERANCE = 0.02  # above a bound: steps scatter
 
 
@@ -143,8 +144,16 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
     )
 
 
-def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int, timeline: Timeline | None = None) -> Run:
-    """Simulate a scenario's steps. timeline: is told what happens when.
+def simulate(
+    scenario: Scenario,
+    arm_name: str,
+    *,
+    load: float,
+    seed: int,
+    timeline: Timeline | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Run:
+    """Simulate a scenario's steps. timeline: is told what happens when; tell: how far it is, each simulated minute.
 
     Raises:
         ConfigError, InputError: it cannot be simulated.
@@ -167,6 +176,8 @@ def simulate(scenario: Scenario, arm_name: str, *, load: float, seed: int, timel
         sharing.watch(cluster)
     if timeline is not None:
         timeline.watch(cluster)
+    if tell is not None:
+        _keep_telling(trainers, f"{arm_name}, load {load:g}, seed {seed}", tell)
     limit_s, first = scenario.simulation.hours_max * 3600, trainers[0]
     cluster.events.run(lambda: first.is_over and all(each.is_over for each in trainers), limit_s)
     cluster.check()
@@ -193,6 +204,14 @@ def _trainer(scenario: Scenario, arm: Arm, cluster: Cluster, lender: Lender) -> 
         is_ahead=arm.is_ahead,
         on_rollouts=lender.rollouts,
     )
+
+
+def _keep_telling(trainers: Sequence[Trainer], what: str, tell: Callable[[str], None]) -> None:
+    """Tell which step the slowest trainer is in, now and each TELL_S."""
+    events, slowest = trainers[0].cluster.events, min(trainers, key=lambda each: len(each.steps))
+    step = min(len(slowest.steps) + 1, slowest.step_count)
+    tell(f"{what}: step {step} of {slowest.step_count}, {events.now_s / 60:.0f} simulated minutes")
+    events.after(TELL_S, _keep_telling, trainers, what, tell)
 
 
 def _require_over(trainer: Trainer, scenario: Scenario, arm: str) -> None:

@@ -15,7 +15,9 @@ from zlib import crc32
 
 from .errors import ConfigError
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")  # no dot, brace or colon: those separate the parts of keys
+NAME_LETTERS_MAX = 63
+# No dot, brace or colon: those separate the parts of keys.
+NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{NAME_LETTERS_MAX - 1}}}\Z")
 
 
 def check_name(kind: str, name: str) -> str:
@@ -26,7 +28,7 @@ def check_name(kind: str, name: str) -> str:
     """
     if not isinstance(name, str) or not NAME.match(name):
         raise ConfigError(
-            f"{kind} {name!r:.100} is not a valid name: use 1 to 63 letters, digits, '-' or '_', "
+            f"{kind} {name!r:.100} is not a valid name: use 1 to {NAME_LETTERS_MAX} letters, digits, '-' or '_', "
             "starting with a letter or digit",
             kind=kind,
             name=name[:100] if isinstance(name, str) else name,

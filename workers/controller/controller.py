@@ -325,7 +325,7 @@ def _left_behind(workers: Mapping[str, WorkerInfo], survey: Survey) -> list[Leas
 
 def _ended(lease: Lease) -> Lease:
     """Return the lease as the event of its end shows it."""
-    return dataclasses.replace(lease, slot_count=0, reason="its worker left or died")
+    return dataclasses.replace(lease, slot_count=0, reason="its worker left, died or was silent for too long")
 
 
 def _event(lease: Lease) -> dict[str, Any]:

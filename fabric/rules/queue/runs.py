@@ -21,8 +21,11 @@ def is_same_run(existing: RunConfig, wanted: RunConfig) -> bool:
     return not _differing(existing, wanted)
 
 
-def check_same_run(existing: RunConfig, wanted: RunConfig) -> None:
+def check_same_run(existing: RunConfig, wanted: RunConfig, step: str = "") -> None:
     """Refuse to continue a run under settings that would make its rollouts incomparable.
+
+    Args:
+        step: what to do, if it is not to delete the run.
 
     Raises:
         RunMismatch: names each differing setting, with both values.
@@ -31,10 +34,8 @@ def check_same_run(existing: RunConfig, wanted: RunConfig) -> None:
         f"{name} is {getattr(existing, name)!r}, not {getattr(wanted, name)!r}" for name in _differing(existing, wanted)
     ]
     if differing:
-        raise RunMismatch(
-            f"run {wanted.run_id!r} exists with other settings: {'; '.join(differing)}. "
-            f"Use another name, or delete it first: `rollfab runs rm --run {wanted.run_id}`"
-        )
+        step = step or f"Use another name, or delete it first: `rollfab runs rm --run {wanted.run_id}`"
+        raise RunMismatch(f"run {wanted.run_id!r} exists with other settings: {'; '.join(differing)}. {step}")
 
 
 def undoable(config: RunConfig, workers: Iterable[WorkerInfo]) -> dict[str, list[str]]:

@@ -12,7 +12,14 @@ import pytest
 
 import rollfab
 import rollfab.aio
-from rollfab.fabric.contract.errors import ConfigError, InputError, RunUnknown, VersionConflict, VersionUnknown
+from rollfab.fabric.contract.errors import (
+    ConfigError,
+    InputError,
+    RunMismatch,
+    RunUnknown,
+    VersionConflict,
+    VersionUnknown,
+)
 from rollfab.fabric.contract.records import Group
 from rollfab.trainer.client import Run
 from tests.bench.lively import lively_weights
@@ -178,9 +185,16 @@ def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_fa
             fabric.fabric.evaluation("lake", sampeling={})
         with pytest.raises(InputError, match="staleness is 1, of an evaluation it is 0"):
             fabric.fabric.evaluation("lake", staleness=1)
+        too_long = (
+            r"evaluation 'n+' of run 'lake' would be run lake-eval-n+, whose name is too long: it may have 53 letters"
+        )
+        with pytest.raises(ConfigError, match=too_long):
+            fabric.fabric.evaluation("lake", name="n" * 54)
         evaluation = fabric.fabric.evaluation("lake", 0)
         evaluation.submit(TASKS, group_ids=NAMES)
         run.publish(changed(1), version=1)
+        with pytest.raises(RunMismatch, match=r"reward is None, not 'exact'\. Give the evaluation that differs a name"):
+            fabric.fabric.evaluation("lake", reward="exact")
 
         # When the next one begins before all of the first is consumed: refused if it is another version
         with pytest.raises(VersionConflict, match="evaluates version 0, and 4 trajectories of it are not consumed yet"):

@@ -17,7 +17,7 @@ bars.AFTER_S = {after_s}
 with bars.progress("pushing", unit="count", total=4) as tell:
     for number in range(1, 5):
         time.sleep({pause_s})
-        tell(number, 4)
+        tell(number, 4, f"part {{number}}")
         show(f"line {{number}}")
 """
 
@@ -45,14 +45,14 @@ def run(pause_s: float, after_s: float) -> tuple[str, str]:
 def test_what_takes_long_shows_a_bar_and_takes_it_away_and_a_pipe_gets_whole_lines() -> None:
     out, said = run(0.2, after_s=0.3)
     assert out == "line 1\nline 2\nline 3\nline 4\n"
-    assert "pushing" in said and "4/4" in said
+    assert "part 3" in said and "4/4" in said
     assert said.rindex("\x1b[?25h") > said.rindex("\x1b[?25l") and said.endswith("\x1b[2K"), "it is gone at the end"
 
 
 @pytest.mark.timeout(60)
 def test_what_is_done_soon_shows_none() -> None:
     out, said = run(0.01, after_s=5.0)
-    assert out.count("\n") == 4 and "pushing" not in said
+    assert out.count("\n") == 4 and "part" not in said
 
 
 @pytest.mark.timeout(60)

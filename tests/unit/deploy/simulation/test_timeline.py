@@ -50,6 +50,14 @@ def test_no_instance_is_ever_used_for_longer_than_time_passed(arm: str) -> None:
     assert any(any(each.leased) for each in timeline.moments)
 
 
+def test_each_simulated_minute_says_how_far_it_is() -> None:
+    told: list[str] = []
+    found = simulate(SMALL, "ours", load=0.25, seed=0, tell=told.append)
+    assert outcome(replace(found, events=0)) == outcome(replace(run("ours"), events=0))
+    assert told == [f"ours, load 0.25, seed 0: step 1 of 1, {n} simulated minutes" for n in range(len(told))]
+    assert len(told) == 1 + int(found.span_s / 60)
+
+
 def test_minutes_have_the_p99_of_the_requests_that_came_in_them() -> None:
     _, timeline = watched("fixed")
     rows = by_minute(timeline.requests, 1e6)

@@ -126,7 +126,7 @@ async def test_the_end_of_a_lease_is_an_event_though_its_worker_has_left() -> No
     await controller.tick(1)
     (facts,) = [facts for kind, facts in setting.tables.events if kind == "lease.ended"]
     assert (facts["worker_id"], facts["lease_epoch"], facts["slot_count"]) == ("dedicated", epoch, 0)
-    assert facts["reason"] == "its worker left or died"
+    assert facts["reason"] == "its worker left, died or was silent for too long"
 
 
 async def test_hours_pass_by_the_broker_machine_s_time_and_not_by_the_controller_s() -> None:
