@@ -29,7 +29,7 @@ def plan(scenario: Scenario) -> dict[str, Any]:
     with progress("simulating", unit="count", total=len(lendings) * len(seeds)) as tell:
         for number, lent in enumerate(lendings):
             offered = replace(scenario, serving=replace(scenario.serving, offered=lent))
-            runs = []
+            runs: list[Run] = []
             for seed in seeds:
                 how_far = partial(tell, number * len(seeds) + len(runs), None)
                 runs.append(simulate(offered, ARM if lent else "fixed", load=load, seed=seed, tell=how_far))
