@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ...fabric.broker.clients.url import mask_url
+from ...fabric.contract.errors import ConfigError
 from ..cli.options import (
     Allowed,
     AllowHub,
@@ -79,12 +81,12 @@ def _up(
     from ...fabric.model.presets import check_tokenizer_files
     from .up import UpOptions, run_up
 
-    worker, agent, _, api = _roles(context, words or ())
+    (worker, agent, _, api, _), said = _roles(context, words or ())
     if agents:
         check_tokenizer_files(worker.engine.model)
     options = UpOptions(
-        url=url,
-        is_url_given=_is_typed(context, "url"),
+        url=url or said,
+        url_from="--url" if _is_typed(context, "url") else "ROLLFAB_URL" if url else "ROLLFAB_CONFIG's file",
         model=worker.engine.model,
         dedicated=dedicated,
         serving=serving,
@@ -111,11 +113,12 @@ def _up(
     raise typer.Exit(run_up(options))
 
 
-def _roles(context: typer.Context, engine_words: Sequence[str]) -> list[Any]:
-    """Return what a worker, an agent, a reward worker and the api would run by, with what was typed after `up`.
+def _roles(context: typer.Context, engine_words: Sequence[str]) -> tuple[list[Any], str | None]:
+    """Return what a worker, an agent, a reward worker, the api and the controller would run by, with what was typed
+    after `up`, and the broker that they are told of, if any.
 
     Raises:
-        ConfigError: one of them would not start.
+        ConfigError: one of them would not start, or they are told of several brokers.
     """
     from ..roles.command import read_options
     from ..roles.starting import check_role
@@ -129,11 +132,17 @@ def _roles(context: typer.Context, engine_words: Sequence[str]) -> list[Any]:
         "agent": [*foreign, *_typed(context, "allow_hub")],
         "reward": foreign,
         "api": [*_typed(context, "port"), "--train"],
+        "controller": [],
     }
-    roles = [replace(read_options(context, role, typed)[0], url="") for role, typed in words.items()]  # `up` has one
+    read = {role: read_options(context, role, typed)[0] for role, typed in words.items()}
+    urls = {options.url: role for role, options in read.items() if options.url}
+    if context.params["url"] is None and len(urls) > 1:
+        names = " and ".join(f"[{role}] names {mask_url(url)}" for url, role in urls.items())
+        raise ConfigError(f"ROLLFAB_CONFIG's file names several brokers, {names}: name one, or give --url", option="url")
+    roles = [replace(options, url="") for options in read.values()]  # theirs is the one that `up` uses
     for each in roles:
         check_role(each)
-    return roles
+    return roles, next(iter(urls), None)
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

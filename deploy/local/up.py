@@ -70,8 +70,8 @@ class UpOptions:
     """The address that the api listens on."""
     is_tls: bool = False
     """Whether it speaks https."""
-    is_url_given: bool = True
-    """Whether --url gave it; else the environment had it, perhaps from an earlier life."""
+    url_from: str = "--url"
+    """Where the URL stands. ROLLFAB_URL may be from an earlier life."""
     api_key: str = field(default="", repr=False)
     """Lets its holder into the api; empty: nobody has to have one."""
     engine: str = "transformers"
@@ -196,18 +196,17 @@ def _given_broker(options: UpOptions, home: Path, console: Console) -> str | Non
     if options.url is None:
         return None
     try:
-        if not options.is_url_given and starter_of(options.url, home) == STARTER:
+        if options.url_from == "ROLLFAB_URL" and starter_of(options.url, home) == STARTER:
             _say_left(console, options.url, "it names the private broker of an earlier `rollfab up`")
             return None
         with_ports(options.url, _nothing)
     except BrokerError as error:
         is_gone = error.facts.get("reason") in GONE and is_local(options.url)
-        if options.is_url_given or not is_gone:
+        if options.url_from != "ROLLFAB_URL" or not is_gone:
             raise
         _say_left(console, options.url, "nobody answers there")
         return None
-    whence = "--url" if options.is_url_given else "ROLLFAB_URL"
-    say(console, f"using the broker of {whence}: {mask_url(options.url)}")
+    say(console, f"using the broker of {options.url_from}: {mask_url(options.url)}")
     return options.url
 
 

@@ -127,3 +127,20 @@ def test_what_the_file_says_and_cannot_be_is_refused_before_anything_starts(
         file.write_text(text)
         assert says in str(CliRunner().invoke(app, ["up"]).exception)
     assert started == []
+
+
+def test_a_broker_that_the_file_names_is_used_as_if_it_were_typed(started: list[UpOptions], file: Path) -> None:
+    file.write_text(FILE.replace("[api]", 'url = "redis://there:1"\n[api]'))
+    start()
+    assert (started[-1].url, started[-1].url_from) == ("redis://there:1", "ROLLFAB_CONFIG's file")
+    start("--url", "redis://typed:1")
+    assert (started[-1].url, started[-1].url_from) == ("redis://typed:1", "--url")
+
+
+def test_two_brokers_in_the_file_are_refused_by_name(started: list[UpOptions], file: Path) -> None:
+    file.write_text(FILE.replace("[api]", 'url = "redis://here:1"\n[api]\nurl = "redis://there:1"'))
+    done = CliRunner().invoke(app, ["up"])
+    assert (done.exit_code, started) == (1, [])
+    assert "[agent] names redis://here:1 and [api] names redis://there:1" in str(done.exception)
+    start("--url", "redis://typed:1")
+    assert started[-1].url == "redis://typed:1"
