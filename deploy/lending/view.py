@@ -29,7 +29,10 @@ def draw_status(seen: dict[str, Any]) -> Group:
         said += [Text(line, style="bold") for line in _held_back(seen)]
     rows = seen["serving_workers"]
     if not rows:
-        return Group(*said, Text("no serving worker is known to the broker"))
+        is_silent = "switched" in seen and seen["switched"]["worker_ids"]
+        return Group(
+            *said, Text(f"no serving worker {'is heard of just now' if is_silent else 'is known to the broker'}")
+        )
     names = ("worker", "pool", "lend", "run")
     table = new_table(*names, "slots", "turns", "guard", "open", "headroom", title="serving workers", left=names)
     for row in rows:
