@@ -138,7 +138,9 @@ def _roles(context: typer.Context, engine_words: Sequence[str]) -> tuple[list[An
     urls = {options.url: role for role, options in read.items() if options.url}
     if context.params["url"] is None and len(urls) > 1:
         names = " and ".join(f"[{role}] names {mask_url(url)}" for url, role in urls.items())
-        raise ConfigError(f"ROLLFAB_CONFIG's file names several brokers, {names}: name one, or give --url", option="url")
+        raise ConfigError(
+            f"ROLLFAB_CONFIG's file names several brokers, {names}: name one, or give --url", option="url"
+        )
     roles = [replace(options, url="") for options in read.values()]  # theirs is the one that `up` uses
     for each in roles:
         check_role(each)

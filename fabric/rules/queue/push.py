@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...contract.errors import FabricError, InputError, QueueFull, RunUnknown, VersionConflict
+from ...contract.ids import NAME, NAME_LETTERS_MAX
 from ...contract.text import counted, did_you_mean
 
 if TYPE_CHECKING:  # the command line shows refusals, and needs no arrays for that
@@ -103,6 +104,11 @@ def no_such_run(
             run_id=run_id,
             deleted_ago_ms=deleted_ago_ms,
         )
+    if not NAME.match(run_id):
+        text = (
+            f"run {run_id!r:.100} does not exist, and none can have that name: it has 1 to {NAME_LETTERS_MAX} letters, "
+        )
+        return RunUnknown(text + "digits, '-' or '_', and begins with a letter or digit", run_id=run_id)
     names = list(known)
     hint = f"; {did_you_mean(run_id, names)}" if names else ": create it with fabric.run(…)"
     return RunUnknown(f"run {run_id!r:.100} does not exist on this broker{hint}", run_id=run_id)

@@ -66,6 +66,7 @@ def typed(desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         ("runs list", WRONG, "No such command 'list'"),
         ("status --wach", WRONG, "--watch"),
         ("status --nonsense", WRONG, "--nonsense"),
+        ("runs rm 'my run' --yes", WRONG, "run 'my run' does not exist, and none can have that name"),
         ("runs rm my-rnu --yes", WRONG, "run 'my-rnu' does not exist on this broker; did you mean my-run?"),
         ("dead ls --run my-rnu", WRONG, "did you mean my-run?"),
         ("dead show g.0 --run my-rnu", WRONG, "did you mean my-run?"),
