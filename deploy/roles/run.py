@@ -100,10 +100,7 @@ def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]], url: st
             serving.cancel()
             await asyncio.wait((serving,), timeout=STOP_S)
             _end_process(AWAY, INTERRUPTED if signal.SIGINT in asked else 0)  # a thread may wait for the broker still
-        if asked and serving.exception() is not None and not await _answers(url):
-            _say(AWAY)  # that is why
-        else:
-            serving.result()
+        await _tell_end(serving, asked, url)
         await _end_leftovers()
 
     asyncio.run(main())
@@ -124,6 +121,16 @@ async def _ends(serving: asyncio.Future[None], url: str, tell: Callable[[str], N
             return serving.done()
         tell(f"stopping: waits until what it holds is given back and what it runs has ended; {AT_ONCE}")
     return True
+
+
+async def _tell_end(serving: asyncio.Future[None], asked: list[int], url: str) -> None:
+    """Say what ended a role. Raises what it raised, unless its broker is away: that is why."""
+    if asked and serving.exception() is not None and not await _answers(url):
+        _say(AWAY)
+        return
+    serving.result()
+    if asked:
+        _say(f"stopped by {signal.Signals(asked[0]).name}")
 
 
 def _end_process(text: str, code: int) -> NoReturn:
