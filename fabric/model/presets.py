@@ -214,9 +214,11 @@ def find_model(name: str) -> FoundModel:
     """Find a model by its name: presets and hub names as they are, local paths absolute, with their files' digest.
 
     Raises:
-        ConfigError: it can only be a path, and nothing is there; or it is a preset's, misspelt.
+        ConfigError: it can only be a path, and no model is there; or it is a preset's, misspelt.
     """
     if (place := model_place(name)) is not None:
+        if place.is_file() and place.suffix != ".gguf":
+            raise ConfigError(f"model {name!r} is a file: give the path of a directory with a config.json", name=name)
         return FoundModel(name=str(place), digest=_digest(place))
     if is_path(name):
         raise ConfigError(

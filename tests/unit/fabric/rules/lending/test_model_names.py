@@ -81,6 +81,14 @@ def test_a_path_where_nothing_is_is_refused_in_one_sentence(
     assert repr(name) in str(raised.value)
 
 
+def test_a_file_is_no_model_but_one_of_llama_cpp_s(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    with pytest.raises(ConfigError, match="is a file: give the path of a directory with a config"):
+        find_model(str(tmp_path / "notes.txt"))
+    (tmp_path / "model.gguf").write_text("read by an engine")
+    assert find_model(str(tmp_path / "model.gguf")).name == str(tmp_path / "model.gguf")
+
+
 def test_a_copy_is_the_same_model_and_a_change_makes_another(tmp_path: Path) -> None:
     first = make_model(tmp_path / "a", transformers_version="5.0", _name_or_path="there")
     copy = Path(shutil.copytree(first, tmp_path / "b"))
