@@ -17,6 +17,8 @@ from ...fabric.rules.serving.guard import Allowance, GuardFacts, GuardRule
 from ...fabric.rules.serving.step_time import predict
 from ...workers.serving.guarding.guard import Policy
 from .lending import Always, Lender, Nobody, Planned, WholeSteps
+from .rivals.borrowing import Elastic, Spot
+from .rivals.order import Affine, ByLength, Levels, Router
 
 SMALL_CHUNK = 512  # of serving prompts, which ROSE sets while it shares
 
@@ -72,23 +74,36 @@ def no_pace(facts: GuardFacts, rule: GuardRule) -> Allowance:
 class Arm:
     """A way to run the cluster. lender: made anew for each run; is_static: some serving GPUs are handed over for good.
 
-    places: who takes a turn (cluster.py). is_ahead: rollouts are one step ahead of training.
+    places: who takes a turn (cluster.py), and router, where that is others' to say. is_ahead: rollouts are one step
+    ahead of training. is_whole: what is lent is a whole GPU; is_elsewhere: it is none that serves. puts_tails_off:
+    steps are made of what is short, and now and then of what is long.
     """
 
     text: str
     lender: Callable[[], Lender] = Nobody
     policy: Policy | None = None
     places: str = "home"
+    router: Callable[[], Router] = Affine
     keeps_tokens: bool = True
     is_ahead: bool = False
     is_static: bool = False
     serving_chunk: int = 2048
+    own_places: float = 1.0
     lent_places: float = 1.0
+    is_whole: bool = False
+    is_elsewhere: bool = False
+    puts_tails_off: bool = False
+
+    @property
+    def has_bound(self) -> bool:
+        """Whether no step's rollouts can be shorter than what its work, on GPUs as they are, takes at least."""
+        return not (self.is_ahead or self.is_static or self.is_elsewhere or self.puts_tails_off)
 
     @property
     def can_share(self) -> bool:
         """Whether it has a rule for several runs: production's plan. Others' rules know one."""
-        return type(self.lender()) in (Nobody, Planned)
+        is_ours = type(self.lender()) in (Nobody, Planned)
+        return is_ours and self.places != "routed" and not self.puts_tails_off
 
     @property
     def lends(self) -> bool:
@@ -110,9 +125,38 @@ ARMS: dict[str, Arm] = {
         text="ROSE as published: lent for whole steps, slack test, one 2x cut, cache-affine, abort and run again",
         lender=lambda: WholeSteps(cuts_memory=True),
         policy=rose,
-        places="affine",
+        places="routed",
         keeps_tokens=False,
         serving_chunk=SMALL_CHUNK,
+    ),
+    "by-length": Arm(
+        text="dedicated GPUs alone; the longest trajectories first, which take others' slots: after Heddle",
+        places="routed",
+        router=ByLength,
+        own_places=4.0,
+    ),
+    "levels": Arm(
+        text="dedicated GPUs alone; a bucket of GPUs for trajectories that go on for long: after Libra",
+        places="routed",
+        router=Levels,
+        own_places=4.0,
+    ),
+    "tails": Arm(
+        text="dedicated GPUs alone; short rounds, and what is long together later: after RollPacker",
+        puts_tails_off=True,
+    ),
+    "elastic": Arm(
+        text="whole serving GPUs, borrowed where a step gains more than a move costs: after PEARL",
+        lender=Elastic,
+        policy=unguarded,
+        is_whole=True,
+    ),
+    "spot": Arm(
+        text="as many further GPUs as serve, which come cold and go as spot instances do: after RLBoost",
+        lender=Spot,
+        policy=unguarded,
+        is_whole=True,
+        is_elsewhere=True,
     ),
     "ours": Arm(text="production's rules as they are by default", lender=Planned),
     "ours-few": Arm(

@@ -39,7 +39,8 @@ from .machine.engine import Engine, EngineOptions
 from .machine.events import Events
 from .machine.serving import CHUNK_TOKENS, Request, ServingSide
 from .machine.turns import Batch, GroupState, Trajectory, Turn
-from .machine.workload import StepPlan
+from .machine.workload import Group, StepPlan
+from .rivals.order import Affine, Router
 
 LENT_CHUNK, OWN_CHUNK = 512, 2048  # prompt tokens in one rollout step: beside serving, and alone
 NEARLY_COMPLETE = 4  # a quarter of a group's quorum missing: use/ring.lua of the broker says the same, and a test it
@@ -52,15 +53,16 @@ CLAIM_S = CLAIM_MS / 1000
 FORGET_S = ControllerConfig.worker_age_ms_max / 1000
 RUN, MODEL = "run", "model"
 NUMBERS = 10**9  # of trajectories, for each run
-Waiting = tuple[int, int, Turn]
+Waiting = tuple[float, int, Turn]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What is simulated. dedicated, lendable: instances. kv_*: tokens. load: serving requests in [0, load_s), repeated.
 
-    offered: of the lendable, those that may be lent; None: all. places: shared, home, or affine (ROSE's router).
-    staleness: versions behind the head that may still generate. lent_places: of agents, for each slot that may be lent.
+    offered: of the lendable, those that may be lent; None: all. lent_chunk: prompt tokens in one of their steps.
+    places: shared, home, or routed: a router of others says who takes what. staleness: versions behind the head that
+    may still generate. own_places, lent_places: of agents, for each slot, and for each slot that may be lent.
     agents: that trajectories are divided among.
     """
 
@@ -82,7 +84,10 @@ class Setup:
     noise: float = 0.03
     seed: int = 0
     places: str = "shared"
+    router: Callable[[], Router] = Affine
+    lent_chunk: int = LENT_CHUNK
     offered: int | None = None
+    own_places: float = 1.0
     lent_places: float = 1.0
     keeps_tokens: bool = True
     policy: Policy | None = None
@@ -117,10 +122,12 @@ class Cluster:
         )
         self._share_workers(host) if host is not None else self._make_workers()
         self.batches: list[Batch] = []
-        place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
+        places = setup.own_places * len(self.dedicated) + setup.lent_places * len(self.offered)
+        place_count = int(setup.slot_count * places)
         self.agents = Agents(self.events, self.broker, setup.agents, place_count, self._begin_trajectory)
         self.completed_count = self.kept_count = 0
         self._homes = Homes()
+        self._router = setup.router() if setup.places == "routed" else None
         self._is_draining = False
         self._ready: list[Waiting] = []  # a heap: urgency, number, turn
         self._parked: dict[str, list[Waiting]] = {}  # by home: heaps of turns that wait for it
@@ -165,7 +172,7 @@ class Cluster:
             slot_count=setup.slot_count,
             kv_tokens=kv_tokens,
             turn_tokens_max=setup.turn_tokens_max,
-            chunk_tokens=OWN_CHUNK if serving is None else LENT_CHUNK,
+            chunk_tokens=OWN_CHUNK if serving is None else setup.lent_chunk,
             noise=setup.noise,
             seed=setup.seed * 10_000 + seed,
         )
@@ -344,12 +351,14 @@ class Cluster:
     # ---- trajectories
 
     @through_broker
-    def submit(self, plan: StepPlan, on_done: Callable[[], None]) -> None:
-        """Submit a step's groups. on_done: called when enough of them are complete."""
+    def submit(self, plan: StepPlan, on_done: Callable[[list[Group]], None]) -> None:
+        """Submit a step's groups. on_done: called when enough of them are complete, with those that are not."""
         batch = Batch(plan=plan, on_done=on_done, began_s=self.events.now_s, missing_groups=plan.needed)
         self.batches.append(batch)
         for index, group in enumerate(plan.groups):
-            state = GroupState(batch=batch, index=index, quorum=len(group), missing=len(group))
+            quorum = plan.quorum or len(group)
+            state = GroupState(batch=batch, index=index, quorum=quorum, missing=quorum)
+            batch.groups.append(state)
             for each in group:
                 self._trajectories += 1
                 trajectory = Trajectory(self._trajectories, each, state)
@@ -397,7 +406,7 @@ class Cluster:
             trajectory, trajectory.index, trajectory.context_tokens, trajectory.fresh_tokens, plan.output_tokens
         )
         home = self._homes.leave(str(trajectory.number))
-        turn.home = home.worker_id if home.version >= self.head_version or self.setup.places == "affine" else ""
+        turn.home = home.worker_id if home.version >= self.head_version or self._router is not None else ""
         trajectory.turn = turn
         home_engine = self.by_name[turn.home] if turn.home and self.setup.places == "home" else None
         if home_engine is not None and home_engine in self._leased and len(self._leased) > 1:
@@ -416,7 +425,10 @@ class Cluster:
     def _row(self, turn: Turn) -> Waiting:
         self._count += 1
         group = turn.trajectory.group
-        return urgency(group.missing, group.quorum, was_held=turn.was_held), self._count, turn
+        place: float = urgency(group.missing, group.quorum, was_held=turn.was_held)
+        if self._router is not None:
+            place = self._router.rank(turn, int(place))
+        return place, self._count, turn
 
     def _park(self, turn: Turn, home: Engine) -> None:
         """Let a turn wait for its home; others look at it once they could have read its context, and again later."""
@@ -442,8 +454,8 @@ class Cluster:
         """Let workers take turns that wait: who has been free for longest first, as many as it has slots for."""
         if self.broker.is_away or not (self._ready or self._homed):
             return
-        if self.setup.places == "affine":
-            self._route()
+        if self._router is not None:
+            self._route(self._router)
             return
         share = self._share()
         own = self.index
@@ -527,16 +539,15 @@ class Cluster:
                 return True
         return False
 
-    def _route(self) -> None:
-        """Place as ROSE's router does: where the context is, else where most room is."""
+    def _route(self, router: Router) -> None:
+        """Place as a router of others does: the first in its order, where it says."""
         while (row := self._first(self._ready)) is not None:
-            turn = row[2]
-            free = [engine for engine in self.engines if engine.can_take(turn)]
-            if not free:
+            engine = router.choose(row[2], self.engines)
+            if engine is None:
                 return
             heapq.heappop(self._ready)
-            home = [e for e in free if e.name == turn.home and e.cached(turn.key[0]) > REFILL_TOKENS]
-            self._begin(turn, min(home or free, key=lambda each: (each.turn_count / each.slot_count, each.free_since)))
+            router.begun(row[2], engine)
+            self._begin(row[2], engine)
 
     def _begin(self, turn: Turn, engine: Engine) -> None:
         self._count += 1
@@ -564,7 +575,13 @@ class Cluster:
             if own:
                 yield run, own
 
+    def _leave(self, engine: Engine, turns: list[Turn]) -> None:
+        if self._router is not None:
+            for turn in turns:
+                self._router.left(turn, engine)
+
     def _came_back(self, engine: Engine, turns: list[Turn]) -> None:
+        self._leave(engine, turns)
         for turn in turns:
             if turn in self._dying:
                 self._dying.remove(turn)
@@ -584,6 +601,7 @@ class Cluster:
         self._push(turn)
 
     def _ended(self, engine: Engine, turns: list[Turn]) -> None:
+        self._leave(engine, turns)
         for turn in turns:
             trajectory = turn.trajectory
             trajectory.turn = None
@@ -613,26 +631,30 @@ class Cluster:
         batch = group.batch
         self.agents.release(trajectory)
         del batch.open[trajectory.number]
+        if self._router is not None:
+            self._router.completed(trajectory)
         group.missing -= 1
+        if not group.missing:
+            self._cancel([each for each in batch.open.values() if each.group is group])
         self.agents.claim()
         if group.missing or group.index not in batch.plan.kept:
             return
         batch.missing_groups -= 1
         if not batch.missing_groups and not batch.is_done:
             batch.is_done = True
-            self._cancel(batch)
+            self._cancel(list(batch.open.values()))
             self.batches.remove(batch)
-            batch.on_done()
+            batch.on_done([batch.plan.groups[each.index] for each in batch.groups if each.missing])
 
-    def _cancel(self, batch: Batch) -> None:
+    def _cancel(self, trajectories: list[Trajectory]) -> None:
         """End what a step no longer needs."""
-        for trajectory in batch.open.values():
+        for trajectory in trajectories:
             self.agents.release(trajectory)
+            del trajectory.group.batch.open[trajectory.number]
             self.books.completes(trajectory.number, is_cancelled=True)
             turn = trajectory.turn
             if turn is not None and turn.engine:
                 self.by_name[turn.engine].take_back([turn], keeps_tokens=True)
-        batch.open = {}
         self.agents.claim()
 
     def check(self) -> None:

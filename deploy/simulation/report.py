@@ -54,7 +54,7 @@ def summary(runs: Sequence[Run], fixed: Sequence[Run]) -> dict[str, Any]:
         "step_s": mean(lambda run: run.step_s),
         "rollout_s": mean(lambda run: run.rollout_s),
         "over_fixed": faster(runs, fixed),
-        "rollouts_of_bound": None if arm.is_ahead else mean(of_bound),  # steps that overlap have no such bound
+        "rollouts_of_bound": mean(of_bound) if arm.has_bound or arm.is_static else None,
         "tokens_per_s": mean(lambda run: run.tokens / run.span_s),
         "harvest": mean(lambda run: run.harvest),
         "harvest_of_oracle": mean(lambda run: run.harvest / run.spare if run.spare else 0.0),

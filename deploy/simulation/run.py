@@ -15,13 +15,14 @@ from ..replay.scale import at_rate
 from ..replay.traces import Part, read_trace
 from .arms import ARMS, Arm
 from .bound import rollout_bound_s, spare
-from .cluster import Cluster, Setup
+from .cluster import LENT_CHUNK, OWN_CHUNK, Cluster, Setup
 from .failing import Failures
 from .lending import Lender, Planned
 from .machine.books import Broken
 from .machine.cost import Model, kv_room_tokens, model_of
 from .machine.serving import Served, served
 from .machine.workload import KINDS, StepPlan, draw_step
+from .rivals.tails import TailBatches
 from .scenario import Scenario
 from .several import Shared, Sharing
 from .timeline import Timeline
@@ -73,7 +74,7 @@ class Run:
     @property
     def rollout_s(self) -> float:
         """The mean rollouts of a step."""
-        return sum(each.rollout_s for each in self.steps) / len(self.steps)
+        return sum(each.rollout_s for each in self.steps) / sum(each.part for each in self.steps)
 
 
 def load_of(scenario: Scenario, load: float, seed: int) -> tuple[list[Arrival], float]:
@@ -113,8 +114,9 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
     rollout, other = (_model(scenario, name) for name in (cluster.model, serving.model))
     own, lendable = scenario.instances
     handed = scenario.static_count(load) if arm.is_static else 0
+    kv_dedicated = kv_room_tokens(rollout, cluster.memory_gb, gpus)
     both_gb = kv_room_tokens(rollout, cluster.memory_gb, gpus, other.weight_gb) * rollout.kv_bytes / 1e9
-    arrivals, load_s = load_of(scenario, load, seed)
+    arrivals, load_s = load_of(scenario, 0.0 if arm.is_elsewhere else load, seed)
     offered = (serving.offered if serving.offered >= 0 else None) if arm.lends else 0
     return Setup(
         rollout=rollout,
@@ -122,8 +124,8 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
         dedicated=own + handed,
         lendable=lendable - handed,
         slot_count=cluster.slots,
-        kv_dedicated=kv_room_tokens(rollout, cluster.memory_gb, gpus),
-        kv_lent=int(both_gb * (1 - serving.kv_share) * 1e9 / rollout.kv_bytes),
+        kv_dedicated=kv_dedicated,
+        kv_lent=kv_dedicated if arm.is_whole else int(both_gb * (1 - serving.kv_share) * 1e9 / rollout.kv_bytes),
         kv_serving=int(both_gb * serving.kv_share * 1e9 / other.kv_bytes),
         turn_tokens_max=KINDS[scenario.work.kind].turn_tokens_max,
         load=arrivals,
@@ -135,7 +137,10 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
         noise=scenario.simulation.noise,
         seed=seed,
         places=arm.places,
+        router=arm.router,
+        lent_chunk=OWN_CHUNK if arm.is_whole else LENT_CHUNK,
         offered=offered,
+        own_places=arm.own_places,
         lent_places=arm.lent_places,
         keeps_tokens=arm.keeps_tokens,
         policy=arm.policy,
@@ -194,15 +199,20 @@ def simulate(
 
 def _trainer(scenario: Scenario, arm: Arm, cluster: Cluster, lender: Lender) -> Trainer:
     work, seed = scenario.work, cluster.setup.seed + SEEDS_APART * cluster.index
-    size = {"groups": work.groups, "group_size": work.group_size}
+
+    def draw(step: int) -> StepPlan:
+        size = {"groups": work.groups, "group_size": work.group_size}
+        return draw_step(work.kind, seed=seed, step=step, **size, oversample=work.oversample)
+
     return Trainer(
         cluster=cluster,
-        draw=lambda step: draw_step(work.kind, seed=seed, step=step, **size, oversample=work.oversample),
+        draw=draw,
         step_count=work.steps + arm.is_ahead,
         train_s=scenario.trainer.train_s,
         transfer_s=scenario.trainer.transfer_s,
         is_ahead=arm.is_ahead,
         on_rollouts=lender.rollouts,
+        tails=TailBatches(draw, group_count=work.groups, group_size=work.group_size) if arm.puts_tails_off else None,
     )
 
 
@@ -234,12 +244,12 @@ def check_bounds(run: Run, arm: Arm) -> None:
         raise Broken(f"{run.arm}: latencies below 0")
     if run.served is not None and run.served.attained < ATTAINED_MIN:
         return
-    if run.harvest > run.spare + TOLERANCE:
+    if run.harvest > run.spare + TOLERANCE and not arm.is_elsewhere:
         raise Broken(
             f"{run.arm} harvests {run.harvest:.3f} of the GPUs that serve, and {run.spare:.3f} is all there is"
         )
     for step, bound_s in zip(run.steps, run.bounds_s, strict=True):
-        if not (arm.is_ahead or arm.is_static) and step.rollout_s < bound_s * (1 - TOLERANCE):
+        if arm.has_bound and step.rollout_s < bound_s * (1 - TOLERANCE):
             raise Broken(f"{run.arm} rolls out in {step.rollout_s:.1f} s, less than the bound of {bound_s:.1f} s")
 
 
@@ -314,4 +324,4 @@ def _bounds(
 
 
 def _mean_step_s(steps: Sequence[StepTimes]) -> float:
-    return sum(each.step_s for each in steps) / len(steps)
+    return sum(each.step_s for each in steps) / sum(each.part for each in steps)

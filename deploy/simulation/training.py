@@ -10,22 +10,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .cluster import Cluster
-from .machine.workload import StepPlan
+from .machine.workload import Group, StepPlan
+from .rivals.tails import TailBatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """A step that is over, in seconds: from its beginning to its successor's; its rollouts alone. at_s: its end."""
+    """A step that is over, in seconds: from its beginning to its successor's; its rollouts alone. at_s: its end. part:
+    of a whole step's groups, that it had.
+    """
 
     step_s: float
     rollout_s: float
     began_s: float
     at_s: float
+    part: float = 1.0
 
 
 @dataclass
 class Trainer:
-    """Runs steps until enough are done. on_rollouts: told when rollouts begin (True) and end."""
+    """Runs steps until enough are done. on_rollouts: told when rollouts begin (True) and end. tails: makes the steps,
+    if what is long is put off; then steps follow until nothing is.
+    """
 
     cluster: Cluster
     draw: Callable[[int], StepPlan]
@@ -34,13 +40,14 @@ class Trainer:
     transfer_s: float
     is_ahead: bool = False
     on_rollouts: Callable[[bool], None] = lambda begins: None
+    tails: TailBatches | None = None
     steps: list[StepTimes] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     _drawn: int = 0
     _trained: int = 0
     _rolled: int = 0
     _is_training: bool = False
-    _waiting: list[tuple[float, float]] = field(default_factory=list)  # rolled and not trained: began, ended
+    _waiting: list[tuple[float, float, float]] = field(default_factory=list)  # not trained: began, ended, its part
     _last_s: float = 0.0
 
     @property
@@ -52,26 +59,35 @@ class Trainer:
     @property
     def is_over(self) -> bool:
         """Whether all steps are done."""
-        return len(self.steps) >= self.step_count
+        is_left = self.tails is not None and (self.tails.put_off_count or len(self.plans) > len(self.steps))
+        return len(self.steps) >= self.step_count and not is_left
 
     def start(self) -> None:
         """Begin the first step."""
         self.cluster.events.at(0.0, self._begin)
 
     def _begin(self) -> None:
-        plan = self.draw(self._drawn)
+        plan = self._next()
         self.plans.append(plan)
         self._drawn += 1
         began_s = self.cluster.events.now_s
         self.on_rollouts(True)
-        self.cluster.submit(plan, lambda: self._rolled_out(began_s))
+        self.cluster.submit(plan, lambda left: self._rolled_out(began_s, plan, left))
 
-    def _rolled_out(self, began_s: float) -> None:
+    def _next(self) -> StepPlan:
+        if self.tails is None:
+            return self.draw(self._drawn)
+        return self.tails.next(is_last=len(self.steps) >= self.step_count)
+
+    def _rolled_out(self, began_s: float, plan: StepPlan, left: list[Group]) -> None:
         self.on_rollouts(False)
         if self.is_over and len(self.cluster.beside) > 1:
             return  # others still have steps to do, and its share of the workers
+        if self.tails is not None:
+            self.tails.put_off(left)
         self._rolled += 1
-        self._waiting.append((began_s, self.cluster.events.now_s))
+        part = 1.0 if self.tails is None else plan.needed / self.tails.group_count
+        self._waiting.append((began_s, self.cluster.events.now_s, part))
         self._train()
         if self.is_ahead:
             self._go_ahead()
@@ -84,16 +100,16 @@ class Trainer:
     def _train(self) -> None:
         if not self._is_training and self._waiting:
             self._is_training = True
-            self.cluster.events.after(self.train_s + self.transfer_s, self._publish)
+            self.cluster.events.after(self._waiting[0][2] * self.train_s + self.transfer_s, self._publish)
 
     def _publish(self) -> None:
-        began_s, rolled_s = self._waiting.pop(0)
+        began_s, rolled_s, part = self._waiting.pop(0)
         now_s = self.cluster.events.now_s
         self._is_training = False
         self._trained += 1
         self.cluster.publish()
         self.steps.append(
-            StepTimes(step_s=now_s - self._last_s, rollout_s=rolled_s - began_s, began_s=began_s, at_s=now_s)
+            StepTimes(step_s=now_s - self._last_s, rollout_s=rolled_s - began_s, began_s=began_s, at_s=now_s, part=part)
         )
         self._last_s = now_s
         if self.is_over:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .workload import StepPlan, TrajectoryPlan
+from .workload import Group, StepPlan, TrajectoryPlan
 
 
 @dataclass(slots=True)
@@ -23,9 +23,10 @@ class Batch:
     """A training step's work under way."""
 
     plan: StepPlan
-    on_done: Callable[[], None]
+    on_done: Callable[[list[Group]], None]
     began_s: float
     missing_groups: int
+    groups: list[GroupState] = field(default_factory=list)
     open: dict[int, Trajectory] = field(default_factory=dict)
     is_done: bool = False
 

@@ -111,7 +111,8 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The work of one training step. needed: complete groups that end it; kept: which groups count.
+    """The work of one training step. needed: complete groups that end it; kept: which groups count. quorum: how many
+    trajectories complete a group; None: all.
 
     DAPO submits more groups than it needs and drops those that teach nothing; which those are shows when they end.
     """
@@ -119,6 +120,7 @@ class StepPlan:
     groups: Sequence[Group]
     needed: int
     kept: frozenset[int]
+    quorum: int | None = None
 
     @property
     def trajectory_count(self) -> int:
