@@ -204,14 +204,6 @@ def test_a_preset_is_built_from_its_seed_alone() -> None:
     assert dict(one.named_parameters())["model.embed_tokens.weight"].shape[0] == model_config("tiny")["vocab_size"]
 
 
-def test_padding_changes_no_log_probability() -> None:
-    grpo = Grpo(build_model("tiny"), SETTINGS)
-    long = Group(group_id="g", task_id="t", rollouts=(rollout(1, 1.0), _longer(rollout(2, 0.0))))
-    _, padded_B_K, _ = _prepared(grpo, long)
-    _, alone_B_K, _ = _prepared(grpo, group(rollout(1, 1.0)))
-    assert torch.allclose(padded_B_K[0, :2], alone_B_K[0], atol=1e-6)
-
-
 def _longer(row: Rollout) -> Rollout:
     return replace(
         row,

@@ -249,8 +249,10 @@ class Blocks:
                 assert (few and few.data) == (whole and whole.data)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_device_without_room_to_compare_compares_halves(times: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("times", [1, 2, 1_000])
+def test_a_device_without_room_to_compare_compares_halves_and_brings_blocks_whole_where_it_has_none(
+    times: int, caplog: pytest.LogCaptureFixture
+) -> None:
     old = torch.arange(5 * BLOCK_BYTES // 2 - 77, dtype=torch.int16)
     new = old.clone()
     new[::50] += 1
@@ -259,19 +261,10 @@ def test_a_device_without_room_to_compare_compares_halves(times: int, caplog: py
     with FullDevice("nonzero", times=times):
         found = blocks.found()
 
-    blocks.check(found)
-    assert [record.message for record in caplog.records] == ["weights.device_is_full"]
-
-
-def test_a_device_without_any_room_has_blocks_brought_whole(caplog: pytest.LogCaptureFixture) -> None:
-    old = torch.arange(2 * BLOCK_BYTES, dtype=torch.int16)
-    new = old.clone()
-    new[::50] += 1
-
-    with FullDevice("nonzero"):
-        found = Blocks(old, new).found()
-
-    assert set(found) == {None}
+    if times < 1_000:
+        blocks.check(found)
+    else:
+        assert set(found) == {None}
     assert [record.message for record in caplog.records] == ["weights.device_is_full"]
 
 
@@ -346,26 +339,6 @@ def test_a_tensor_that_has_no_room_to_be_put_in_order_there_is_on_the_host() -> 
         bits = collect(tensors, "device").bits
 
     assert bits["transposed"].tolist() == [0, 3, 1, 4, 2, 5]
-
-
-async def test_a_model_may_be_partly_on_the_host_and_move_between_versions(store: FaultyStore) -> None:
-    # Given a tensor on a device and one on the host, then the other way round, then both on the host
-    kinds = ("tn", "nt", "nn", "tt")
-    publisher, rng = on_device(store), np.random.default_rng(0)
-    arrays = {"a": rng.integers(0, 100, 500, np.int32), "b": rng.integers(0, 100, 500, np.int64)}
-
-    for version, kind in enumerate(kinds):
-        arrays["a"][version] += 1
-        arrays["b"][7 * version :] += 1
-        named = {
-            name: torch.from_numpy(arrays[name]) if on == "t" else arrays[name]
-            for name, on in zip("ab", kind, strict=True)
-        }
-        report = await publisher.publish(named, version)
-
-        found = await fetch_weights(store, RUN)
-        assert report.kind == (DELTA if version else KEYFRAME)
-        assert all(np.array_equal(found[name], arrays[name]) for name in arrays)
 
 
 async def test_a_model_that_was_on_the_host_first_is_compared_there(store: FaultyStore) -> None:
