@@ -22,7 +22,6 @@ from rollfab.fabric.format.kernels.protocol import Changes
 from rollfab.fabric.format.kernels.torch_loops import TEMPORARY_FACTOR
 from rollfab.fabric.format.layout import ELEMENT_BYTES, Layout
 from rollfab.fabric.format.regions import Region
-from rollfab.fabric.rules.weights.chain import DELTA, KEYFRAME
 from rollfab.fabric.versions.device_changes import DeviceChanges, grouped
 from rollfab.fabric.versions.reader import fetch_weights
 from rollfab.fabric.versions.snapshot import Identity, Prepared, Snapshot
