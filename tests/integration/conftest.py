@@ -1,13 +1,14 @@
-"""One private broker for each module; a test that asks for its client finds it empty."""
+"""One private broker for each module; a test that asks for its client, or for an api, finds it empty."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from redis import Redis
 
 from rollfab.fabric.broker.embedded import EmbeddedBroker
+from tests.support.processes.api_server import ApiWorld, running_api
 
 
 @pytest.fixture(scope="module")
@@ -21,3 +22,10 @@ def redis(url: str) -> Iterator[Redis]:
     with Redis.from_url(url) as client:
         client.flushall()
         yield client
+
+
+@pytest.fixture
+async def api(url: str, redis: Redis) -> AsyncIterator[ApiWorld]:
+    """An api that shows at once what there is, beside a run r1."""
+    async with running_api(url, cache_s=0.0) as world:
+        yield world

@@ -35,12 +35,6 @@ CONTROL_KEY = "a-key-that-may-do-everything"
 
 
 @pytest.fixture
-async def api(url: str) -> AsyncIterator[ApiWorld]:
-    async with running_api(url, cache_s=0.0) as world:
-        yield world
-
-
-@pytest.fixture
 async def locked(url: str) -> AsyncIterator[ApiWorld]:
     async with running_api(url, read_keys=(READ_KEY,), control_keys=(CONTROL_KEY,)) as world:
         yield world

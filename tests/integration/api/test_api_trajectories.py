@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +18,10 @@ from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.queue import leases
 from rollfab.trainer.publish.publisher import Publisher
 from rollfab.workers.controller.controller import Controller, ControllerConfig
-from tests.support.processes.api_server import RUN, ApiWorld, running_api
+from tests.support.processes.api_server import RUN, ApiWorld
 from tests.support.records import rollout_of
 
 BASE = "/v1/runs/r1"
-
-
-@pytest.fixture
-async def api(url: str) -> AsyncIterator[ApiWorld]:
-    async with running_api(url) as world:
-        yield world
 
 
 def ids(text: str) -> np.ndarray:

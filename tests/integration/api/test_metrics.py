@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator
 
-import pytest
 from prometheus_client.core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_plain
@@ -22,12 +20,6 @@ from tests.support.processes.api_server import RUN, ApiWorld, running_api
 
 OPENMETRICS = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"}
 ROLES = ("agent", "dedicated", "reward", "serving")
-
-
-@pytest.fixture
-async def api(url: str) -> AsyncIterator[ApiWorld]:
-    async with running_api(url, cache_s=0.0) as world:
-        yield world
 
 
 async def scrape(api: ApiWorld) -> dict[str, Metric]:

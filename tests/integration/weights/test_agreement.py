@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rollfab.fabric.versions.commit import Staged
 from rollfab.trainer import aio
 from rollfab.workers.engines.base import GenerationRequest
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
-from tests.support.processes.api_server import ApiWorld, running_api
+from tests.support.processes.api_server import ApiWorld
 from tests.support.processes.fabric_processes import processes
 from tests.support.records import new_rollout
 
@@ -33,12 +32,6 @@ from rollfab.workers.engines.transformers import loop as transformers_loop  # no
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
 
 WRONG = "model.layers.0.mlp.down_proj.weight"
-
-
-@pytest.fixture
-async def api(url: str) -> AsyncIterator[ApiWorld]:
-    async with running_api(url, cache_s=0.0) as world:
-        yield world
 
 
 def staged(version: int, model: Any, factor: float = 1.0) -> Staged:
