@@ -114,64 +114,6 @@ def test_no_role_may_administer_the_broker_or_empty_it(broker: Guarded) -> None:
                     client.execute_command(*line.split())
 
 
-SHARD, WEIGHTS = ShardKeys("r1", 0), WeightKeys("r1")
-FORBIDDEN = {
-    "a worker writes no leases": ("worker", "HSET", SHARD.leases, "w", "9 64 0"),
-    "a worker appoints no leader": ("worker", "SET", keys.LEADER, "w 9 9"),
-    "a worker moves no head": ("worker", "HSET", WEIGHTS.head, "version", "9"),
-    "a worker writes no chunk": ("worker", "SET", WEIGHTS.chunk(1, "keyframe.1", 0), "x"),
-    "a worker takes no weights away": ("worker", "HDEL", WEIGHTS.manifests, "1:delta"),
-    "a worker deletes no run": ("worker", "HDEL", keys.RUNS, "r1"),
-    "a worker unlinks nothing": ("worker", "UNLINK", SHARD.turn.job),
-    "a worker finds no keys": ("worker", "SCAN", "0"),
-    "a worker lends nothing": ("worker", "HSET", keys.LENDS, "*", "on"),
-    "a worker writes no rollouts": ("worker", "HSET", SHARD.rollouts("g"), "g.0", "x"),
-    "a worker reads no rollouts": ("worker", "HGETALL", SHARD.rollouts("g")),
-    "a worker reads no tasks": ("worker", "HGET", SHARD.trajectory.job, "g.0"),
-    "a worker asks for no rewards": ("worker", "RPUSH", "rq:queue:rollfab", "x"),
-    "an agent moves no head": ("agent", "HSET", WEIGHTS.head, "version", "9"),
-    "an agent reads no weights": ("agent", "MGET", WEIGHTS.chunk(1, "keyframe.1", 0)),
-    "an agent writes no leases": ("agent", "HSET", SHARD.leases, "w", "9 64 0"),
-    "an agent changes no run's settings": ("agent", "HSET", keys.RUNS, "r1", "x"),
-    "an agent reads no others' rq workers": ("agent", "SMEMBERS", "rq:workers"),
-    "a reward worker moves no head": ("reward", "HSET", WEIGHTS.head, "version", "9"),
-    "a reward worker deletes no run": ("reward", "HDEL", keys.RUNS, "r1"),
-    "a reward worker writes no leases": ("reward", "HSET", SHARD.leases, "w", "9 64 0"),
-    "a reward worker listens to rq alone": ("reward", "SUBSCRIBE", "anything"),
-    "a controller reads no tasks": ("controller", "HGET", SHARD.trajectory.job, "g.0"),
-    "a controller writes no jobs": ("controller", "HSET", SHARD.turn.job, "g.0.0", "x"),
-    "a controller switches no lending": ("controller", "HSET", keys.LENDS, "*", "on"),
-    "a trainer writes no leases": ("trainer", "HSET", SHARD.leases, "w", "9 64 0"),
-    "a trainer appoints no leader": ("trainer", "SET", keys.LEADER, "w 9 9"),
-    "a trainer switches no lending": ("trainer", "HSET", keys.LENDS, "*", "on"),
-    "a reading api switches no lending": ("api-read", "HSET", keys.LENDS, "*", "on"),
-    "a reading api tells no events": ("api-read", "XADD", keys.EVENTS, "*", "kind", "x"),
-    "a reading api reads no tasks": ("api-read", "HGET", SHARD.trajectory.job, "g.0"),
-    "a reading api reads no rollouts": ("api-read", "HGETALL", SHARD.rollouts("g")),
-    "a reading api reads no weights": ("api-read", "GET", WEIGHTS.chunk(1, "keyframe.1", 0)),
-    "a reading api learns no relay's secret": ("api-read", "HGETALL", WEIGHTS.addresses),
-    "a controlling api learns no relay's secret": ("api-control", "HGETALL", WEIGHTS.addresses),
-    "an agent learns no relay's secret": ("agent", "HGETALL", WEIGHTS.addresses),
-    "an api that shows trajectories changes none": ("api-trajectories", "HSET", SHARD.rollouts("g"), "g.0", "x"),
-    "an api that shows trajectories reads no weights": ("api-trajectories", "GET", WEIGHTS.chunk(1, "keyframe.1", 0)),
-    "a controlling api writes no leases": ("api-control", "HSET", SHARD.leases, "w", "9 64 0"),
-    "a controlling api deletes no run": ("api-control", "HDEL", keys.RUNS, "r1"),
-}
-
-
-@pytest.mark.parametrize("case", FORBIDDEN)
-def test_what_a_role_has_no_need_of_is_refused_also_inside_a_script(broker: Guarded, case: str) -> None:
-    role, *command = FORBIDDEN[case]
-    arguments = ", ".join(f"ARGV[{index}]" for index in range(1, len(command)))
-    with broker.client(role) as client:
-        with pytest.raises(NoPermissionError):
-            client.execute_command(*command)
-        if command[0] != "SUBSCRIBE":  # no script may
-            with pytest.raises(redis.ResponseError, match=r"ACL failure in script|script can't|No perm"):
-                client.eval(f"return redis.call('{command[0]}', {arguments})", 0, *command[1:])
-    assert broker.admin.dbsize() == 0
-
-
 def test_a_reading_api_can_write_nothing(broker: Guarded) -> None:
     assert {key for key in _all_keys() if _may(broker, "api-read", "SET", key)} == set()
     writing = broker.admin.execute_command("ACL", "CAT", "write")

@@ -111,11 +111,6 @@ async def test_a_broker_that_is_not_there_is_told_apart(url: str, reason: str) -
     assert caught.value.facts["reason"] == reason
 
 
-async def test_tls_against_a_broker_without_tls_says_so(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as server, pytest.raises(BrokerError, match="TLS"):
-        await connect(f"rediss://127.0.0.1:{server.port}", socket_timeout_s=0.3)
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("before", "after", "says"),

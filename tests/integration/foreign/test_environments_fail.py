@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from rq import Callback, Queue, Retry
+from rq import Callback, Queue
 from rq.job import Job
-from rq.webhook import Webhook
 
 from rollfab.fabric.contract.records import DeadLetter, Group
 from rollfab.workers.rewards.jobs import QUEUE_NAME, enqueue, open_queue
@@ -236,22 +234,6 @@ def said(job: Job) -> str:
     result = job.latest_result()
     assert result is not None
     return result.exc_string or ""
-
-
-def test_what_a_job_says_beside_its_name_and_arguments_is_not_read(fabric: Processes) -> None:
-    # Given a job with a webhook, retries and a callback, as an agent taken over could write it
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.2)
-        queue = open_queue(fabric.url)
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
-        hooks = [Webhook(url, "finished"), Webhook(url, "failed")]
-        jobs = [queue.enqueue_call(name, args=["none", []], webhooks=hooks, retry=Retry(3)) for name in ("score", "no")]
-
-        # When the worker has taken it, Then it asks nobody for anything, and does not try again
-        fabric.until(lambda: queue.is_empty() and jobs[1].get_status() == "failed", 20.0, "the jobs were taken")
-        with pytest.raises(TimeoutError):
-            server.accept()
-    queue.connection.close()
 
 
 def test_a_run_is_deleted_by_a_registered_job(fabric: Processes) -> None:
