@@ -189,22 +189,6 @@ async def test_dead_letters_come_with_reason_and_traceback(api: ApiWorld) -> Non
     assert (await api.json("v1/runs/r1/dead-letters?count=0", 422))["error"] == "InputError"
 
 
-async def test_published_weights_are_shown_with_their_sizes(api: ApiWorld) -> None:
-    publisher = Publisher(api.fabric.weights, "r1")
-    tensor = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
-    await publisher.publish({"w": tensor}.items(), 0)
-    tensor[0, 0] += 1
-    await publisher.publish({"w": tensor}.items(), 1)
-
-    (weights,) = (await api.json("v1/weights"))["weights"]
-
-    assert weights["head_version"] == 1
-    first, *_, last = weights["versions"]
-    assert (first["version"], first["kind"], last["version"]) == (0, "keyframe", 1)
-    assert last["payload_bytes"] < last["dense_bytes"] == tensor.nbytes
-    assert (await api.json("v1/status"))["runs"][0]["head_version"] == 1
-
-
 async def publish_twelve(api: ApiWorld) -> None:
     """Versions 0 to 11 of 40 kB, a hundred elements changed by each."""
     publisher, rng = Publisher(api.fabric.weights, "r1"), np.random.default_rng(0)
@@ -225,7 +209,8 @@ async def test_versions_come_with_the_figures_of_the_command_line_and_who_holds_
     assert rows == weights["versions"]
     by_version = {each["version"]: each for each in weights["versions"]}
     assert (by_version[11]["holder_count"], by_version[10]["holder_count"], weights["holder_count"]) == (1, 0, 2)
-    assert [each["version"] for each in weights["versions"] if each["is_head"]] == [11]
+    assert [each["version"] for each in weights["versions"] if each["is_head"]] == [weights["head_version"]] == [11]
+    assert (await api.json("v1/status"))["runs"][0]["head_version"] == 11
     assert weights["held_bytes"] == sum(each["payload_bytes"] for each in weights["versions"])
     assert by_version[11]["changed_count"] == 100 and by_version[11]["density"] == 100 / 20000
     assert (by_version[0]["density"], by_version[0]["bytes_per_changed"]) == (None, None)
@@ -508,6 +493,7 @@ async def events_of(api: ApiWorld, count: int) -> list[dict[str, Any]]:
         {"mode": "on", "memory_fraction_max": -0.1},
         {"mode": "on", "reason": "x" * 501},
         {"mode": "on", "said_by": "somebody else"},
+        *({"value": value} for value in ("maybe", True, -1, 1.5, None, "3")),
     ],
 )
 async def test_what_cannot_be_obeyed_is_refused_and_changes_nothing(api: ApiWorld, body: dict[str, Any]) -> None:
@@ -591,15 +577,6 @@ async def test_a_query_parameter_that_a_route_does_not_take_is_refused_by_name(
 ) -> None:
     assert (await api.json(path, 422))["message"] == f"/{path.partition('?')[0]} {said}"
     assert (await api.http.get("?from=a-link")).status_code == 200  # a page's address may carry what others add
-
-
-@pytest.mark.parametrize("value", ["maybe", True, -1, 1.5, None, "3"])
-async def test_a_value_that_is_none_of_the_switchs_changes_nothing(api: ApiWorld, value: Any) -> None:
-    await api.beat("serving-1", "serving")
-    answer = await api.http.post("v1/workers/serving-1/lend", json={"value": value})
-    assert answer.status_code == 422
-    assert answer.json()["error"] == "InputError"
-    assert await api.fabric.board.lends() == {}
 
 
 async def test_only_a_known_serving_worker_has_a_switch(api: ApiWorld) -> None:

@@ -61,12 +61,6 @@ async def test_latencies_are_at_least_what_the_server_waited(server: SseServer) 
         assert each.ended_at_s >= each.arrival.at_s + each.ttft_s + 5 * each.tpot_s - 1e-6
 
 
-async def test_events_of_several_tokens_are_counted_as_the_server_does(server: SseServer) -> None:
-    server.tokens_per_event = 3
-    [outcome] = await replay([Arrival(0, 5, 7)], server.url, "fake")
-    assert outcome.token_count == 7 and len(outcome.gaps_us) == 2 and not outcome.error
-
-
 async def test_requests_go_out_at_their_times_although_the_server_stands_still(server: SseServer) -> None:
     # Given a server that says nothing
     server.goes_on.clear()
@@ -236,13 +230,6 @@ async def test_ctrl_c_ends_it_with_what_there_is(server: SseServer, tmp_path: Pa
 
     assert code == 130 and "Traceback" not in err
     assert "interrupted on their way: 30" in out
-
-
-@pytest.mark.timeout(60)
-async def test_a_server_that_is_not_there_is_said_in_one_line(trace: str) -> None:
-    code, out, err = await rollfab(trace, "--url", "http://127.0.0.1:1")
-    assert (code, out) == (1, "")
-    assert "cannot be reached" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 from rollfab.deploy.gpu import child
 from rollfab.deploy.gpu.plan import STEPS, Step
 from rollfab.deploy.gpu.run import ROOT, chosen, main, read_records
+from tests.support.processes.process_groups import state_of, wait_until_gone
 
 MODULE = "tests.support.processes.planted_step"
 HANG_S = 12.0
@@ -68,7 +69,7 @@ def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path: Path, capsys: pytes
     assert "1 timed out" in shown and "first 1, second 2.5" in shown
 
     # Nothing of the step that hung is left, though it was in a session of its own
-    assert not is_alive(int((tmp_path / "below").read_text()))
+    assert state_of(int((tmp_path / "below").read_text())) in "ZX"
 
 
 @pytest.mark.slow
@@ -99,18 +100,11 @@ def test_a_run_that_is_ended_leaves_no_step_behind(number: int, ended: tuple[str
     going.send_signal(number)
     assert going.wait() != 0
     try:
-        while any(is_alive(pids[name]) for name in ended):
-            time.sleep(0.05)
+        wait_until_gone(*(pids[name] for name in ended))
     finally:
-        for pid in filter(is_alive, pids.values()):
-            os.kill(pid, signal.SIGKILL)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        for pid in pids.values():
+            if state_of(pid) not in "ZX":
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:

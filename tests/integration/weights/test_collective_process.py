@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.delivery.collective.group import PROGRAM, Bytes, Group, Nursery, Seat
 from rollfab.fabric.delivery.collective.invitations import CollectiveFailed
-from tests.support.processes.process_groups import children_of, state_of
+from tests.support.processes.process_groups import children_of, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 WAIT_S = 60.0
@@ -99,18 +98,11 @@ def processes() -> list[int]:
     return [pid for nursery in the_nurseries() for pid in children_of(nursery)]
 
 
-def until_gone(*pids: int) -> None:
-    until_s = time.monotonic() + WAIT_S
-    while any(state_of(pid) not in "ZX" for pid in pids):
-        assert time.monotonic() < until_s, "a process is left behind"
-        time.sleep(0.01)
-
-
 async def test_members_have_what_the_publisher_sends_and_nothing_is_left_of_their_processes(
     nurseries: list[Nursery],
 ) -> None:
     await check_works(nurseries)
-    until_gone(*processes())
+    wait_until_gone(*processes())
 
 
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
@@ -128,7 +120,7 @@ async def test_a_process_that_dies_or_freezes_fails_its_round_and_the_next_one_w
             for _ in range(100):
                 await both(first.broadcast(8), second.broadcast(8))
 
-    until_gone(*processes())
+    wait_until_gone(*processes())
     # When the processes of both members, or their nurseries, die or freeze in the middle of a round, then it fails;
     # but a frozen nursery does no harm before the next process is asked for
     if (what, deed) == ("nursery", signal.SIGSTOP):
@@ -137,7 +129,7 @@ async def test_a_process_that_dies_or_freezes_fails_its_round_and_the_next_one_w
         with pytest.raises(CollectiveFailed):
             await hold()
     assert len(befallen) == 2
-    until_gone(*befallen)
+    wait_until_gone(*befallen)
 
     # And the next round works, if need be after one that found out
     for nursery in nurseries:
@@ -161,11 +153,11 @@ async def test_a_group_that_is_never_built_ends_in_time_and_the_next_one_works(n
 
     # When a member's process freezes before it builds the group, then the round fails in time
     await nurseries[0].open()
-    until_gone(*processes())
+    wait_until_gone(*processes())
     with pytest.raises(CollectiveFailed, match=r"nothing moved for 1\.4 s"):
         await hold()
     assert len(befallen) == 1
-    until_gone(*befallen)
+    wait_until_gone(*befallen)
 
     # And the next one works
     await check_works(nurseries)
@@ -179,7 +171,7 @@ async def test_a_round_that_is_cancelled_leaves_no_process(nurseries: list[Nurse
 
     built = asyncio.Event()
     await nurseries[0].open()
-    until_gone(*processes())
+    wait_until_gone(*processes())
     task = asyncio.create_task(hold())
     await built.wait()
     left = processes()
@@ -187,7 +179,7 @@ async def test_a_round_that_is_cancelled_leaves_no_process(nurseries: list[Nurse
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(left) == 1
-    until_gone(*left)
+    wait_until_gone(*left)
 
 
 async def test_without_torch_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +215,7 @@ def test_no_process_outlives_an_owner_that_is_killed() -> None:
         [nursery] = children_of(owner.pid)
         [process] = children_of(nursery)
         owner.kill()
-    until_gone(nursery, process)
+    wait_until_gone(nursery, process)
 
 
 async def test_rounds_that_begin_together_share_one_nursery() -> None:

@@ -57,6 +57,11 @@ def state_of(pid: int) -> str:
         return "X"
 
 
+def wait_until_gone(*pids: int, limit_s: float = LIMIT_S) -> None:
+    """Whoever adopted them may be slow to ask how they ended."""
+    wait_until(lambda: all(state_of(pid) in "ZX" for pid in pids), lambda: f"alive: {pids}", limit_s)
+
+
 class Groups:
     """The groups that a test has seen, by the numbers of their holders, and all processes of them."""
 
