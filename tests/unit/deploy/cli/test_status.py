@@ -15,6 +15,8 @@ from rollfab.deploy.cli.status_view import draw
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.host.command import command
 
+NOTHING: dict[str, Any] = {"runs": [], "workers": [], "leases": {}, "lends": {}, "bad_rows": []}
+
 
 def drawn(*, width: int = 80, **facts: Any) -> str:
     info = WorkerInfo(worker_id="w1", role="dedicated", pid=1, host="h", **facts)
@@ -23,9 +25,14 @@ def drawn(*, width: int = 80, **facts: Any) -> str:
 
 def drawn_row(facts: dict[str, Any], *, width: int) -> str:
     row = {"heartbeat_age_ms": 100, **facts}
-    console = Console(width=200)
+    return shown({**NOTHING, "workers": [row]}, 200, width=width)
+
+
+def shown(status: dict[str, Any], columns: int = 80, **options: Any) -> str:
+    """A status as it stands on a screen of so many columns."""
+    console = Console(width=columns, color_system=None)
     with console.capture() as capture:
-        console.print(draw({"runs": [], "workers": [row], "leases": {}, "lends": {}, "bad_rows": []}, width=width))
+        console.print(draw(status, **options))
     return capture.get()
 
 
@@ -65,10 +72,6 @@ def test_how_a_serving_worker_is_lent_is_shown_and_its_pool_where_there_is_room(
         assert "lend" in text and "observe" in text and ("chat" in text) is has_pool
 
 
-def test_a_worker_without_an_engine_is_drawn() -> None:
-    assert "w1" in drawn()
-
-
 def test_why_a_run_stands_is_drawn_with_the_next_step_and_all_of_it_for_one_run() -> None:
     causes = [
         {"code": "no_worker", "kind": "stuck", "text": "no worker [is] there", "step": "Start one: `rollfab worker`"},
@@ -86,18 +89,11 @@ def test_why_a_run_stands_is_drawn_with_the_next_step_and_all_of_it_for_one_run(
         "rewards": [],
     }
 
-    def shown(*, has_all: bool) -> str:
-        console = Console(width=120)
-        with console.capture() as capture:
-            console.print(
-                draw({"runs": [run], "workers": [], "leases": {}, "lends": {}, "bad_rows": []}, has_all=has_all)
-            )
-        return capture.get()
-
-    assert "r1: no worker [is] there" in shown(has_all=False)
-    assert f"→ Start one: `{command('worker')}`" in shown(has_all=False), "as it is typed here"
-    assert "no agent" not in shown(has_all=False)
-    assert "r1: no agent is there" in shown(has_all=True)
+    first, everything = (shown({**NOTHING, "runs": [run]}, 120, has_all=has_all) for has_all in (False, True))
+    assert "r1: no worker [is] there" in first
+    assert f"→ Start one: `{command('worker')}`" in first, "as it is typed here"
+    assert "no agent" not in first
+    assert "r1: no agent is there" in everything
 
 
 def test_the_runs_that_a_worker_serves_at_once_are_named() -> None:
@@ -149,10 +145,7 @@ def test_no_cell_takes_two_lines_whatever_names_there_are(width: int) -> None:
         WorkerInfo(worker_id=name, role=role, pid=1, host="h", slot_count=64, run_id=NAMES[0], active_version=12_345)
         for name, role in zip(NAMES, ("dedicated", "serving", "agent", "dedicated", "strange\nrole"), strict=True)
     ]
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(draw(seen_of(NAMES, workers), width=width))
-    lines = capture.get().split("\n")
+    lines = shown(seen_of(NAMES, workers), width, width=width).split("\n")
     assert all(cell_len(line) <= width for line in lines) and all(map(str.isprintable, lines))
     if width >= 80:
         rows = [line.split() for line in lines if "12.3k+640" in line]
@@ -162,10 +155,7 @@ def test_no_cell_takes_two_lines_whatever_names_there_are(width: int) -> None:
 
 def test_names_that_differ_at_their_ends_alone_are_told_apart() -> None:
     ids = [f"{LONG}-{number:02}" for number in range(30)]
-    console = Console(width=80, color_system=None)
-    with console.capture() as capture:
-        console.print(draw(seen_of(ids, [])))
-    rows = {line.split()[0] for line in capture.get().split("\n") if "12.3k+640" in line}
+    rows = {line.split()[0] for line in shown(seen_of(ids, [])).split("\n") if "12.3k+640" in line}
     assert len(rows) == 30
 
 
@@ -176,20 +166,15 @@ def test_what_many_workers_say_is_said_once() -> None:
         )
         for n in range(60)
     ]
-    console = Console(width=80, color_system=None)
-    with console.capture() as capture:
-        console.print(draw(seen_of([], workers)))
-    text = capture.get()
+    text = shown(seen_of([], workers))
     assert text.count("  ready, waits for a lease\n") == 1
     assert text.count("  w1, w10, w11, w12 and 55 more: cannot sleep: x\n") == 1
 
 
 def test_one_run_alone_is_a_card_with_words() -> None:
-    console = Console(width=80, color_system=None)
-    with console.capture() as capture:
-        console.print(draw(seen_of(["r1"], []), has_all=True))
-    assert "  trajectories  12,345 queued, 512 running, 0 scoring" in capture.get()
-    assert "  dead letters  1,234\n" in capture.get()
+    text = shown(seen_of(["r1"], []), has_all=True)
+    assert "  trajectories  12,345 queued, 512 running, 0 scoring" in text
+    assert "  dead letters  1,234\n" in text
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 """Which engine a worker gets of what was typed, without any engine's library."""
 
 import os
-from pathlib import Path
 
 import pytest
 
-from rollfab.deploy.local.supervisor import Supervisor
-from rollfab.deploy.local.up import UpOptions, start_roles
 from rollfab.deploy.roles.engines import EngineOptions, check_engine_options, patience_of
 from rollfab.fabric.contract.errors import ConfigError, EngineUnsupported
 from rollfab.workers.engines.vllm.arguments import CPU_BLOCK_TOKENS, engine_arguments
@@ -59,46 +56,6 @@ def test_a_real_model_on_a_cpu_is_waited_for_longer():
     assert patience_of(EngineOptions()) == {}
     assert patience_of(EngineOptions(model="org/name", device="cuda")) == {}
     assert patience_of(EngineOptions(model="org/name"))["first_token_s"] > 20
-
-
-@pytest.mark.parametrize("engine", ["transformers", "of-tomorrow"])
-def test_up_names_the_engine_to_every_worker(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    added: dict[str, list[str]] = {}
-    monkeypatch.setattr(Supervisor, "add", lambda self, name, words, **_: added.__setitem__(name, list(words)))
-    options = UpOptions(
-        url=None, model="tiny", dedicated=1, serving=1, agents=0, slot_count=4, data="", port=1, engine=engine
-    )
-    start_roles(Supervisor(tmp_path), "unix:///x", options)
-    for words in (added["dedicated-0"], added["serving-0"]):
-        assert words[words.index("--engine") + 1] == engine
-        assert "--engine-log" not in words and "--" not in words
-
-
-def test_up_gives_every_worker_its_engine_its_words_and_a_log_beside_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    added: dict[str, list[str]] = {}
-    monkeypatch.setattr(Supervisor, "add", lambda self, name, words, **_: added.__setitem__(name, list(words)))
-    supervisor = Supervisor(tmp_path)
-    options = UpOptions(
-        url=None,
-        model="small",
-        dedicated=1,
-        serving=1,
-        agents=0,
-        slot_count=4,
-        data="",
-        port=1,
-        engine="vllm",
-        engine_words=("--block-size", "64"),
-        dtype="bfloat16",
-    )
-    start_roles(supervisor, "unix:///x", options)
-    words = added["serving-0"]
-    assert words[words.index("--engine") + 1] == "vllm"
-    assert words[words.index("--dtype") + 1] == "bfloat16"
-    assert words[words.index("--engine-log") + 1] == str(tmp_path / "serving-0.vllm.log")
-    assert words[words.index("--") + 1 :] == ["--block-size", "64"]
 
 
 # ---------------------------------------------------------------- vLLM's arguments

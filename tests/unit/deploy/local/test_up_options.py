@@ -90,6 +90,24 @@ def test_what_was_not_typed_comes_from_the_file(
     assert "--environment" not in words["agent-0"]  # which it reads in the file itself
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_every_worker_is_given_its_engine_its_words_and_a_log_beside_its_own(
+    engine: str, started: list[UpOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "require_engine", lambda engine: None)
+    own = ("--", "--block-size", "64") if engine == "vllm" else ()
+    start("--engine", engine, "--dtype", "bfloat16", "--serving", "1", *own)
+    found = words_of(started[0], tmp_path, monkeypatch)
+    for name in ("dedicated-0", "serving-0"):
+        words = found[name]
+        assert (value_of(words, "--engine"), value_of(words, "--dtype")) == (engine, "bfloat16")
+        assert tuple(words[words.index("--") :] if "--" in words else ()) == own
+        if engine == "vllm":
+            assert value_of(words, "--engine-log") == str(tmp_path / f"{name}.vllm.log")
+        else:
+            assert "--engine-log" not in words
+
+
 def test_the_environment_is_before_the_file_and_what_is_typed_before_both(
     file: Path, started: list[UpOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
