@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import pty
 import re
-import select
 import signal
 import ssl
-import struct
-import subprocess
-import sys
-import termios
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -24,99 +15,17 @@ import pytest
 
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from tests.support.brokers.certificates import make_certificate
-from tests.support.until import PATIENCE
+from tests.support.processes.process_groups import children_of, wait_until_gone
+from tests.support.terminal import Terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 
-WAIT_S = PATIENCE * 60.0
 NOTHING = ("--dedicated", "0", "--agents", "0")
-CTRL_C = b"\x03"
+CTRL_C = "\x03"
 
 
-class Terminal:
-    """A command at a terminal of its own."""
-
-    def __init__(self, *words: str, url: str | None = None, cwd: Path | None = None) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "ROLLFAB_URL"}
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rollfab", *words],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env={**environment, **({} if url is None else {"ROLLFAB_URL": url}), "TERM": "xterm"},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            cwd=cwd,
-        )
-        os.close(theirs)
-        self._screen = ours
-        self._read = b""
-
-    @property
-    def text(self) -> str:
-        """What was shown so far, without colours and line ends."""
-        return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", self._read.decode()).split())
-
-    def until(self, text: str) -> str:
-        """Wait until a text is shown; returns all that is."""
-        limit_s = time.monotonic() + WAIT_S
-        while text not in self.text:
-            assert time.monotonic() < limit_s and self._take(), f"never shown: {text}\n{self._read.decode()}"
-        return self.text
-
-    def type(self, keys: bytes) -> None:
-        os.write(self._screen, keys)
-
-    def end(self) -> int:
-        """Wait for its end; returns its exit code."""
-        while self._take():
-            pass
-        return self.process.wait(WAIT_S)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self._screen)
-
-    def _take(self) -> bool:
-        ready, _, _ = select.select([self._screen], [], [], WAIT_S)
-        with contextlib.suppress(OSError):  # the other end is closed
-            part = os.read(self._screen, 4096) if ready else b""
-            self._read += part
-            return part != b""
-        return False
-
-
-@contextlib.contextmanager
-def up(data: Path, *words: str, url: str | None = None, cwd: Path | None = None) -> Iterator[Terminal]:
-    terminal = Terminal("up", "--data", str(data), "--port", "0", *words, url=url, cwd=cwd)
-    try:
-        yield terminal
-    finally:
-        terminal.close()
-
-
-def children_of(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=,ppid=", "-e"], capture_output=True, text=True, check=True)
-    rows = [tuple(map(int, line.split())) for line in found.stdout.splitlines()]
-    return [child for child, parent in rows if parent == pid]
-
-
-def all_gone(pids: list[int]) -> bool:
-    def state(pid: int) -> str:
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return "gone"
-
-    limit_s = time.monotonic() + WAIT_S
-    while any(state(pid) not in ("gone", "Z") for pid in pids):
-        if time.monotonic() > limit_s:
-            return False
-        time.sleep(0.05)
-    return True
+def up(data: Path, *words: str, url: str | None = None, cwd: Path | None = None) -> Terminal:
+    return Terminal("up", "--data", str(data), "--port", "0", *words, url=url, cwd=cwd)
 
 
 @pytest.mark.timeout(120)
@@ -143,10 +52,10 @@ def test_up_is_said_when_every_role_works_and_one_interrupt_is_answered_and_ends
         terminal.type(CTRL_C)
         terminal.until("stopping: controller, agent-0, dedicated-0, serving-0, reward, api give back what they hold")
         assert terminal.end() == 130
-        assert "queued work and weights are kept in" in terminal.text
+        assert "queued work and weights are kept in" in terminal.shown
         assert not file.exists()
         assert not any(key in path.read_text(errors="replace") for path in (tmp_path / "data").rglob("*.log"))
-        assert all_gone(children)
+        wait_until_gone(*children)
 
 
 def test_up_is_said_where_the_file_gives_the_api_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +97,7 @@ def test_a_second_one_on_the_same_data_is_refused_and_leaves_the_first_its_key(t
         key = (tmp_path / "data" / "api.key").read_text()
         with up(tmp_path / "data", *NOTHING) as second:
             assert second.end() == 1
-            assert f"started by process {first.process.pid}: stop that one" in second.text
+            assert f"started by process {first.process.pid}: stop that one" in second.shown
         assert (tmp_path / "data" / "api.key").read_text() == key
 
 
@@ -220,11 +129,11 @@ def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
         terminal.until("once more ends everything at once")
         terminal.type(CTRL_C)
         assert terminal.end() == 130
-        assert "ended at once" in terminal.text
+        assert "ended at once" in terminal.shown
         for pid in children:  # the broker is not ours to kill: it stops because its owner is gone
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        assert all_gone(children)
+        wait_until_gone(*children)
 
 
 @pytest.mark.timeout(120)
@@ -234,7 +143,7 @@ def test_whoever_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
         terminal.until("rollfab is up.")
         children = children_of(terminal.process.pid)
         terminal.process.kill()
-        assert all_gone(children)
+        wait_until_gone(*children)
 
 
 @pytest.mark.timeout(120)
@@ -252,14 +161,14 @@ def test_a_url_that_was_left_from_an_earlier_life_is_passed_over_and_a_living_on
                 terminal.type(CTRL_C)
                 assert terminal.end() == 130
                 own = f"export ROLLFAB_URL=unix://{data}"
-                assert (own in terminal.text) is (url != foreign.url)
+                assert (own in terminal.shown) is (url != foreign.url)
 
 
 def test_a_broker_that_was_asked_for_and_is_not_there_is_an_error(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with up(data, *NOTHING, "--url", "redis://127.0.0.1:1") as terminal:
         assert terminal.end() == 1
-        assert terminal.text.startswith("error: the broker redis://127.0.0.1:1/0 is not reachable")
+        assert terminal.shown.startswith("error: the broker redis://127.0.0.1:1/0 is not reachable")
     assert not data.exists()
 
 
@@ -267,7 +176,7 @@ def test_a_model_without_a_tokenizer_is_refused_where_agents_would_need_it(tmp_p
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with up(tmp_path / "data", "--model", str(tmp_path)) as terminal:
         assert terminal.end() == 2
-    assert "has no tokenizer: that directory holds no tokenizer.json" in terminal.text
+    assert "has no tokenizer: that directory holds no tokenizer.json" in terminal.shown
     assert not (tmp_path / "data").exists()
 
 
@@ -285,12 +194,9 @@ def test_a_model_that_is_not_there_is_refused_in_one_line_before_anything_starts
         ("empty", "holds no config.json"),
     ):
         words = ("--data", "data") if command == "up" else ("--url", "redis://127.0.0.1:1")
-        terminal = Terminal(command, "--model", model, *words, cwd=tmp_path)
-        try:
+        with Terminal(command, "--model", model, *words, cwd=tmp_path) as terminal:
             assert terminal.end() == 2
-            assert terminal.text.startswith(f"error: model {model!r}: ") and says in terminal.text
-        finally:
-            terminal.close()
+            assert terminal.shown.startswith(f"error: model {model!r}: ") and says in terminal.shown
     assert not (tmp_path / "data").exists()
 
 
@@ -302,7 +208,7 @@ def test_a_role_that_keeps_dying_is_given_up_with_its_reason(tmp_path: Path) -> 
         (tmp_path / "model" / name).write_text("{}")
     with up(tmp_path / "data", "--model", "./model", cwd=tmp_path) as terminal:
         assert terminal.end() == 1
-        assert "error: dedicated-0 ended " in terminal.text and "its log: " in terminal.text
-        assert "rollfab is up" not in terminal.text
-        assert "nothing else is kept running without it" in terminal.text
-        assert "'./model'" in terminal.text
+        assert "error: dedicated-0 ended " in terminal.shown and "its log: " in terminal.shown
+        assert "rollfab is up" not in terminal.shown
+        assert "nothing else is kept running without it" in terminal.shown
+        assert "'./model'" in terminal.shown

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import pty
 import re
-import select
 import signal
 import struct
 import subprocess
@@ -15,7 +13,6 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,79 +21,25 @@ from rich.cells import cell_len
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.records import RunConfig, WorkerInfo
 from rollfab.fabric.opened import RedisFabric
+from tests.support.terminal import COLUMNS, CONTROL, LINES, Terminal
 
 pytestmark = pytest.mark.redis
 
-COLUMNS, LINES = 80, 24
 OPENED, CLOSED, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
-class Terminal:
-    """A command in a terminal of its own, and all that it has written there."""
-
-    def __init__(self, *words: str, url: str) -> None:
-        self.door, self.inside = pty.openpty()
-        fcntl.ioctl(self.inside, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-        self.before = termios.tcgetattr(self.inside)
-        place = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rollfab", *words],
-            stdin=self.inside,
-            stdout=self.inside,
-            stderr=self.inside,
-            env={**place, "ROLLFAB_URL": url, "TERM": "xterm-256color"},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        self.text = ""
-
-    def read(self, duration_s: float) -> None:
-        """Take in what is written within so long."""
-        until_s = time.monotonic() + duration_s
-        while (left_s := until_s - time.monotonic()) > 0:
-            if select.select([self.door], [], [], left_s)[0]:
-                self.text += os.read(self.door, 1 << 16).decode("utf-8", "replace")
-
-    def until(self, wanted: str, timeout_s: float = 20.0) -> None:
-        """Wait for a picture with a text in it."""
-        end_s = time.monotonic() + timeout_s
-        while wanted not in self.picture:
-            assert time.monotonic() < end_s, f"{wanted!r} is not in {self.picture}"
-            self.read(0.05)
-
-    def type(self, keys: str) -> None:
-        os.write(self.door, keys.encode())
+class Screen(Terminal):
+    """One on which whole pictures are drawn, one after the other."""
 
     @property
     def pictures(self) -> list[str]:
-        """What was drawn, one screen after the other, without what colours it."""
+        """Without what colours them."""
         return [CONTROL.sub("", each) for each in self.text.split("\x1b[H")[1:]]
 
     @property
-    def picture(self) -> str:
+    def shown(self) -> str:
+        """The last one that is whole."""
         return next((each for each in reversed(self.pictures) if each.count("\n") >= LINES - 1), "")
-
-    def end(self) -> int:
-        """Wait until the command has ended; its exit code."""
-        end_s = time.monotonic() + 20
-        while self.process.poll() is None:
-            assert time.monotonic() < end_s, "it goes on"
-            self.read(0.05)
-        self.read(0.2)
-        return self.process.returncode
-
-
-@contextmanager
-def terminal(*words: str, url: str) -> Iterator[Terminal]:
-    found = Terminal(*words, url=url)
-    try:
-        yield found
-    finally:
-        found.process.kill()
-        found.process.wait()
-        os.close(found.door)
-        os.close(found.inside)
 
 
 async def fill(url: str, run_count: int, worker_count: int) -> None:
@@ -130,7 +73,7 @@ def fits(picture: str) -> bool:
     return len(lines) <= LINES and all(cell_len(line) <= COLUMNS for line in lines)
 
 
-def is_as_before(found: Terminal) -> bool:
+def is_as_before(found: Screen) -> bool:
     """Its own screen is left, the cursor is there again, and typing echoes."""
     is_left = found.text.rindex(CLOSED) > found.text.rindex(OPENED)
     has_cursor = found.text.rindex(CURSOR) > found.text.rindex("\x1b[?25l")
@@ -139,9 +82,9 @@ def is_as_before(found: Terminal) -> bool:
 
 @pytest.mark.timeout(60)
 def test_many_runs_and_workers_are_scrolled_through_by_keys(many: str) -> None:
-    with terminal("status", "--watch", url=many) as found:
+    with Screen("status", "--watch", url=many) as found:
         found.until("30 runs")
-        assert "lines 1 to 23 of" in found.picture and "60 workers" in found.picture
+        assert "lines 1 to 23 of" in found.shown and "60 workers" in found.shown
         found.type(" ")
         found.until("lines 24 to 46 of")
         found.type("j\x1b[B")
@@ -162,9 +105,9 @@ def test_many_runs_and_workers_are_scrolled_through_by_keys(many: str) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ending", ["ctrl-c", "sigterm", "sighup"])
 def test_the_terminal_is_as_before_whatever_ends_it(few: str, ending: str) -> None:
-    with terminal("status", "--watch", url=few) as found:
+    with Screen("status", "--watch", url=few) as found:
         found.until("q ends")
-        assert "of the" not in found.picture.splitlines()[-1], "all is there, so there is nothing to scroll"
+        assert "of the" not in found.shown.splitlines()[-1], "all is there, so there is nothing to scroll"
         if ending == "ctrl-c":
             found.type("\x1a\x03")  # Ctrl-Z before it does nothing
         else:
@@ -175,7 +118,7 @@ def test_the_terminal_is_as_before_whatever_ends_it(few: str, ending: str) -> No
 
 @pytest.mark.timeout(60)
 def test_a_screen_that_changes_its_size_is_drawn_anew_at_once(many: str) -> None:
-    with terminal("status", "--watch", url=many) as found:
+    with Screen("status", "--watch", url=many) as found:
         found.until("lines 1 to 23 of")
         fcntl.ioctl(found.door, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 60, 0, 0))
         end_s = time.monotonic() + 10
@@ -190,21 +133,21 @@ def test_a_screen_that_changes_its_size_is_drawn_anew_at_once(many: str) -> None
 def test_a_broker_that_goes_away_is_said_below_the_last_picture_and_one_that_never_was_is_an_error() -> None:
     with EmbeddedBroker.start() as broker:
         asyncio.run(fill(broker.url, 1, 1))
-        with terminal("status", "--watch", url=broker.url) as found:
+        with Screen("status", "--watch", url=broker.url) as found:
             found.until("q ends")
             broker.stop()
-            found.until("is not reachable", 30)
-            assert "1 run" in found.picture
+            found.until("is not reachable")
+            assert "1 run" in found.shown
             found.type("q")
             assert found.end() == 0 and is_as_before(found)
-        with terminal("status", "--watch", url=broker.url) as found:
+        with Screen("status", "--watch", url=broker.url) as found:
             assert found.end() == 1
             assert OPENED not in found.text
 
 
 @pytest.mark.timeout(60)
 def test_what_is_printed_once_fits_too(many: str) -> None:
-    with terminal("status", url=many) as found:
+    with Screen("status", url=many) as found:
         assert found.end() == 0
         lines = CONTROL.sub("", found.text).split("\n")
         assert all(cell_len(line) <= COLUMNS for line in lines)
