@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from rollfab.fabric.contract.lease_plan import RunSample, Sample, ServingSample
 from rollfab.fabric.contract.records import Failure, RunConfig, Span
 from rollfab.fabric.inspect.trace import kept_group
 from rollfab.fabric.model.tokenizer import CharTokenizer
@@ -24,6 +23,7 @@ from rollfab.trainer.files import read_groups
 from tests.contracts.test_queue import group_of_size, letter_of
 from tests.integration.cli.test_cli import rollfab
 from tests.support.records import new_rollout, rollout_of
+from tests.unit.fabric.inspect.test_history import sample
 from tests.unit.trainer.test_files import bits
 
 RUN = RunConfig(run_id="lake", model="tiny", environment="frozenlake")
@@ -105,44 +105,12 @@ async def add_samples(fabric: RedisFabric) -> None:
     term = await fabric.board.lead("c1", 2_000)
     now_ms = await fabric.board.wall_ms()
     for minute in range(3):
-        row = ServingSample(
-            worker_id="serving-1",
-            guard_state="open",
-            slot_count=4,
-            token_count=600 * minute,
-            request_count=100 * minute,
-            violation_count=20 * minute,
-            request_count_alone=100 * minute,
-            violation_count_alone=minute,
-            ttft_ms_p99=250.0,
-            tpot_ms_p99=9.0,
-            ttft_ms_p99_alone=80.0,
-            tpot_ms_p99_alone=8.0,
-            ttft_slo_ms=200.0,
-            tpot_slo_ms=20.0,
-        )
-        run = RunSample(
-            run_id="lake",
-            token_count=6_000 * minute,
-            rollout_count=60 * minute,
-            groups_waiting=minute,
-            dead_count=0,
-            head_version=minute,
-            cause="moves",
-        )
-        sample = Sample(
-            time_ms=now_ms - (2 - minute) * 60_000,
-            token_count=6_000 * minute,
-            rollout_count=60 * minute,
-            groups_waiting=0,
-            dead_count=0,
-            worker_count=2,
-            running_count=3,
-            slot_count=8,
-            runs=(run,),
-            serving=(row,),
-        )
-        assert await fabric.board.add_sample(term, sample)
+        counts = {"request_count": 100 * minute, "request_count_alone": 100 * minute}
+        late = {"violation_count": 20 * minute, "violation_count_alone": minute, "ttft_ms_p99": 250}
+        made = sample(minute, 6_000 * minute, **counts, **late)
+        (run,) = made.runs
+        made = replace(made, runs=(replace(run, run_id="lake", rollout_count=60 * minute, groups_waiting=minute),))
+        assert await fabric.board.add_sample(term, replace(made, time_ms=now_ms - (2 - minute) * 60_000))
 
 
 async def test_history_says_what_happened_and_whether_lending_hurt(
@@ -154,7 +122,7 @@ async def test_history_says_what_happened_and_whether_lending_hurt(
     await add_samples(fabric)
     said = rollfab("history", "--since", "1h", url=url)
     assert "tokens/s" in said.stdout and "100 now" in said.stdout
-    assert "serving-1  yes: 40 of 200 requests beside rollouts" in " ".join(said.stdout.split("\n"))
+    assert "s1  yes: 40 of 200 requests beside rollouts" in " ".join(said.stdout.split("\n"))
     assert max(map(len, said.stdout.splitlines())) <= 80
     found = json.loads(rollfab("history", "--json", url=url).stdout)
     assert [point["tokens_per_s"] for point in found["points"]] == [100.0, 100.0]
@@ -275,7 +243,7 @@ async def test_history_in_a_file_has_a_row_for_each_sample(fabric: RedisFabric, 
         {
             **point,
             "runs": {"run_id": "lake", **point["runs"]["lake"]},
-            "serving": {"worker_id": "serving-1", **point["serving"]["serving-1"]},
+            "serving": {"worker_id": "s1", **point["serving"]["s1"]},
         }
         for point in told
     ]

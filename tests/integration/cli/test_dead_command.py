@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from rollfab.deploy.main import app
-from rollfab.fabric.contract.records import DeadLetter, RunConfig
+from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.opened import RedisFabric
-from tests.contracts.test_queue import group_of_size
+from tests.contracts.test_queue import group_of_size, letter_of
 from tests.support.records import rollout_of
 
 pytestmark = [pytest.mark.redis, pytest.mark.usefixtures("redis")]  # which empties the broker
@@ -37,16 +38,8 @@ async def bury(url: str, groups: dict[str, list[str]]) -> None:
             await ports.rollouts(RUN).push([group_of_size(group_id, len(reasons))])
             for claim in await queue.claim("a1", len(reasons)):
                 reason = reasons[claim.job.index]
-                letter = DeadLetter(
-                    trajectory_id=claim.job.trajectory_id,
-                    run_id="r1",
-                    worker_id="a1",
-                    reason=reason,
-                    traceback="Traceback …",
-                    attempt=claim.attempt,
-                    job={"task": claim.job.task},
-                )
                 if reason:
+                    letter = replace(letter_of(claim), reason=reason)
                     await queue.fail(claim.job.trajectory_id, claim.fence, letter, is_final=True)
                 else:
                     await queue.settle(claim, rollout_of(claim.job, 1.0, (0,), spans=()), is_scored=True)
