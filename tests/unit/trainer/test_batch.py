@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.records import Failure, Group, Node, Rollout, Span
-from rollfab.trainer.corrections import group_advantages
+from rollfab.trainer.corrections import group_advantages, loss_shares, made_count, pad_rows
 from rollfab.trainer.grpo import _describe, pad_groups
 from tests.support.records import new_rollout
 
@@ -93,12 +93,18 @@ def test_branches_are_rows_and_their_tokens_count_once() -> None:
     nodes = (Node(-1, 2), Node(0, 3), Node(0, 4))
     spans = (Span(0, 1, "w", 5), Span(2, 3, "w", 6), Span(3, 4, "w", 7))
     branched = rollout([1], [2, 3, 4, 5], [1, 0, 1, 1], reward=1.0, nodes=nodes, spans=spans)
-    batch = pad_groups([group(branched, rollout([1], [9], [1], reward=0.0))])
+    groups = [group(branched, rollout([1], [9], [1], reward=0.0))]
+    batch = pad_groups(groups)
     # Then
     assert batch.tokens_B_T.tolist() == [[1, 2, 3, 4], [1, 2, 3, 5], [1, 9, 0, 0]]
     assert batch.completion_mask_B_T.int().tolist() == [[0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 0, 0]]
     assert batch.versions_B_T.tolist() == [[-1, 5, -1, 6], [-1, 5, -1, 7], [-1, 0, -1, -1]]
     assert batch.advantages_B.tolist() == [1.0, 1.0, -1.0]
+    # And as one rollout they have half of the loss, though they are two rows
+    rows = pad_rows(groups)
+    assert (rows.rollout_B.tolist(), made_count(branched)) == ([0, 0, 1], 3)
+    shares = loss_shares(rows.completion_mask_B_T, "rollout", rollout_B=rows.rollout_B)
+    assert shares.sum(axis=1).tolist() == pytest.approx([1 / 3, 1 / 6, 1 / 2])
 
 
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=32))

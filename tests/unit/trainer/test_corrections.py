@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.errors import InputError
-from rollfab.fabric.contract.records import Group, Node, Rollout, Span
+from rollfab.fabric.contract.records import Group, Rollout, Span
 from rollfab.trainer.corrections import (
     finished,
     fresh_mask,
     group_advantages,
     importance_weights,
     loss_shares,
-    made_count,
     matched_rows,
     overlong_penalty,
     pad_rows,
@@ -264,19 +263,6 @@ def test_shares_add_up_as_each_recipe_wants(rows: list[tuple[int, list[bool]]]) 
 
 
 # ---------------------------------------------------------------- masks
-
-
-def test_branches_are_rows_of_one_rollout_and_their_tokens_count_once() -> None:
-    # Given a rollout whose second turn was made twice
-    nodes = (Node(-1, 2), Node(0, 3), Node(0, 4))
-    mask = np.array([1, 0, 1, 1], np.uint8)
-    branched = new_rollout([2, 3, 4, 5], completion_mask=mask, nodes=nodes, spans=(Span(0, 1, "w", 0),))
-    rows = pad_rows([Group(group_id="g", task_id="t", rollouts=(branched, new_rollout([9])))])
-    assert rows.rollout_B.tolist() == [0, 0, 1]
-    assert rows.completion_mask_B_T.sum() == made_count(branched) + 1 == 4
-    # Then as one rollout they have half of the loss, though they are two rows
-    shares = loss_shares(rows.completion_mask_B_T, "rollout", rollout_B=rows.rollout_B)
-    assert shares.sum(axis=1).tolist() == pytest.approx([1 / 3, 1 / 6, 1 / 2])
 
 
 def test_rollouts_that_were_cut_off_are_told() -> None:

@@ -16,25 +16,10 @@ from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.rules.queue.timings import Timings
 from rollfab.trainer.metrics import StepMeter, group_metrics, lent_metrics, staleness_metrics
 from tests.standin.fabric import StandInFabric
+from tests.support.processes.relay_nodes import StepClock
 from tests.support.records import new_rollout
 
 RUN = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
-
-
-class Hand:
-    """A clock that is moved by hand."""
-
-    def __init__(self) -> None:
-        self.at_s = 5.0
-
-    def now_s(self) -> float:
-        return self.at_s
-
-    def wall_ms(self) -> int:
-        return 0
-
-    async def sleep(self, duration_s: float) -> None:
-        raise AssertionError
 
 
 def rollout(reward: float | None, *, mask: tuple[int, ...] = (1, 1), **fields: object) -> Rollout:
@@ -103,7 +88,7 @@ async def fabric_with_run() -> StandInFabric:
 
 @pytest.mark.usefixtures("nobody_is_waited_for")
 async def test_the_run_says_what_it_did_since_the_last_step() -> None:
-    fabric, clock, timings = await fabric_with_run(), Hand(), Timings("p")
+    fabric, clock, timings = await fabric_with_run(), StepClock(), Timings("p")
     info = WorkerInfo(worker_id="w1", role="serving", pid=1, host="h")
     await fabric.board.heartbeat(info)
     meter, counters = StepMeter(fabric.board, "r1", clock), ShardKeys("r1", 0).counters
@@ -113,7 +98,7 @@ async def test_the_run_says_what_it_did_since_the_last_step() -> None:
     first = await meter.read([group(rollout(1.0))])
     assert "tokens_per_s" not in first and first["lent_tokens_fraction"] == 1.0
 
-    clock.at_s += 10.0
+    clock.time_s += 10.0
     await fabric._client.hset(counters, "tokens", 1500)
     for seconds in (1.0, 3.0):
         timings.of("r1").note("turn_queue", seconds)
@@ -126,7 +111,7 @@ async def test_the_run_says_what_it_did_since_the_last_step() -> None:
 
     await fabric.board.delete_run("r1")
     await fabric.board.create_run(RUN)
-    clock.at_s += 10.0
+    clock.time_s += 10.0
     anew = await meter.read([group(rollout(1.0))])
     assert not {"tokens_per_s", "turn_queue_s_mean"} & anew.keys()
     assert all(type(value) is float and math.isfinite(value) for value in (*first.values(), *second.values()))

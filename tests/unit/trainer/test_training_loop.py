@@ -9,34 +9,23 @@ import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from rollfab.fabric.contract.errors import ConfigError, InputError, JobDead
-from rollfab.fabric.contract.records import DeadLetter, RunConfig, Span
-from rollfab.fabric.ports.queue import TrajectoryClaim
+from rollfab.fabric.contract.records import RunConfig, Span
 from rollfab.trainer import loop as module
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
 from rollfab.trainer.grpo import GrpoSettings
 from rollfab.trainer.loop import CHECKPOINT, LAST_COUNT, NEXT, Progress, TrainingLoop, summary_of
+from tests.contracts.test_queue import letter_of
 from tests.standin.fabric import StandInFabric
 from tests.support.records import rollout_of
 
 CONFIG = RunConfig(run_id="r1", model="tiny", environment="frozenlake", staleness=0)
-
-
-def letter_of(claim: TrajectoryClaim) -> DeadLetter:
-    return DeadLetter(
-        trajectory_id=claim.job.trajectory_id,
-        run_id="r1",
-        worker_id="a1",
-        reason="no such reward",
-        traceback="",
-        attempt=0,
-        job=dict(vars(claim.job)),
-    )
 
 
 class Played:
@@ -95,6 +84,15 @@ class Played:
         )
         return self.loop.train(reward_enough=enough)
 
+    def train_and_die(self, at: str, directory: Path, steps: int) -> None:
+        """A trainer process that is killed where its loop would do this."""
+
+        def killed(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with mock.patch.object(TrainingLoop, at, killed), pytest.raises(KeyboardInterrupt):
+            self.train(directory, steps)
+
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
@@ -132,17 +130,9 @@ def test_a_training_that_goes_on_names_its_groups_as_before(played: Played, tmp_
     assert [name.rpartition("-")[2] for name in played.names] == ["0", "1", "2", "3"]
 
 
-def test_a_training_killed_in_its_first_step_generates_nothing_twice(
-    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_killed_in_its_first_step_generates_nothing_twice(played: Played, tmp_path: Path) -> None:
     # Given a training that is killed when the groups of its first step are there
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingLoop, "_learn", killed)
-        with pytest.raises(KeyboardInterrupt):
-            played.train(tmp_path, 1)
+    played.train_and_die("_learn", tmp_path, 1)
     assert played.names == ["r1-0-0", "r1-0-1"]
 
     # When it starts again, Then it trains on those very groups
@@ -169,10 +159,10 @@ def test_a_step_whose_every_rollout_failed_is_an_error_once(played: Played, tmp_
     played.failing = (0, 1)
 
     # Then training ends with the reason and where to look
-    words = r"every trajectory of step 1 failed.*because: no such reward.*`rollfab dead ls --run r1` says why"
+    words = r"every trajectory of step 1 failed.*because: it raised.*`rollfab dead ls --run r1` says why"
     with pytest.raises(JobDead, match=words) as caught:
         played.train(tmp_path, 2)
-    assert caught.value.facts["failures"][0] == {"trajectory_id": "r1-0-0.0", "reason": "no such reward"}
+    assert caught.value.facts["failures"][0] == {"trajectory_id": "r1-0-0.0", "reason": "it raised"}
 
     # And when it starts again it goes on with the next step
     played.failing = ()
@@ -268,18 +258,11 @@ def test_a_checkpoint_that_is_older_than_its_run_is_refused_and_the_newest_goes_
 
 @pytest.mark.parametrize("kill_count", [1, 3])
 def test_a_training_killed_between_publishing_and_saving_goes_on_however_often(
-    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_count: int
+    played: Played, tmp_path: Path, kill_count: int
 ) -> None:
     played.train(tmp_path, 1)
-
-    def killed(self: TrainingLoop) -> None:
-        raise KeyboardInterrupt
-
     for _ in range(kill_count):
-        with monkeypatch.context() as patch:
-            patch.setattr(TrainingLoop, "_save", killed)
-            with pytest.raises(KeyboardInterrupt):
-                played.train(tmp_path, 2)
+        played.train_and_die("_save", tmp_path, 2)
     assert played.train(tmp_path, 3).step == 3
 
 

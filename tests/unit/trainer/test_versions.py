@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import ChainBroken, DigestMismatch, InputError
-from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, Span, TokenLog
+from rollfab.fabric.contract.records import Lease, RunConfig, Sampling, Span, TokenLog, TurnResult
 from rollfab.fabric.contract.sampling import sampling_from
 from rollfab.fabric.ports.queue import TurnProgress
 from rollfab.trainer.checks import check_run
@@ -42,6 +42,19 @@ async def turn_with(stage: Stage, log: TokenLog, sampling: Sampling | None = Non
     return name
 
 
+async def gone_on_with(stage: Stage, log: TokenLog, kept: int, sampling: Sampling | None = None) -> TurnResult:
+    """What becomes of a turn that a worker takes with the tokens of another one, of which its engine is given some."""
+    name = await turn_with(stage, log, sampling)
+    await stage.lease(1, 1)
+    async with stage.worker():
+        await until(lambda: stage.engine.turns)
+        assert stage.engine.prior_counts[name] == kept
+        stage.engine.end()
+        (result,) = await stage.turns.results("a", 1.0)
+    assert len(result.completion_ids) == kept + 3
+    return result
+
+
 @pytest.mark.parametrize(
     ("run", "versions", "kept"),
     [(PURE, (0, 0), 2), (PURE, (7, 0), 0), (PURE, (7, 7), 0), (RUN, (7, 7), 2)],
@@ -50,15 +63,7 @@ async def test_tokens_of_another_version_are_dropped_only_where_they_may_not_be_
     run: object, versions: tuple[int, ...], kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rollfab.workers.rollout.turns")
-    stage = Stage(run)  # type: ignore[arg-type]
-    name = await turn_with(stage, log_of(*versions))
-    await stage.lease(1, 1)
-    async with stage.worker():
-        await until(lambda: stage.engine.turns)
-        assert stage.engine.prior_counts[name] == kept
-        stage.engine.end()
-        (result,) = await stage.turns.results("a", 1.0)
-    assert len(result.completion_ids) == kept + 3
+    await gone_on_with(Stage(run), log_of(*versions), kept)  # type: ignore[arg-type]
     dropped = [record.__dict__["token_count"] for record in caplog.records if record.message == "worker.log_dropped"]
     assert dropped == ([] if kept else [2])
 
@@ -67,15 +72,8 @@ async def test_tokens_of_another_version_are_dropped_only_where_they_may_not_be_
 async def test_tokens_that_an_engine_cannot_count_are_dropped_and_the_turn_begins_anew(field: str, kept: int) -> None:
     stage = Stage()
     stage.engine.cannot_resume = frozenset({"presence_penalty", "frequency_penalty"})
-    sampling = sampling_from({field: 1})
-    name = await turn_with(stage, log_of(0, 0), sampling)
-    await stage.lease(1, 1)
-    async with stage.worker():
-        await until(lambda: stage.engine.turns)
-        assert stage.engine.prior_counts[name] == kept
-        stage.engine.end()
-        (result,) = await stage.turns.results("a", 1.0)
-    assert (len(result.completion_ids), result.resumed) == (kept + 3, bool(kept))
+    result = await gone_on_with(stage, log_of(0, 0), kept, sampling_from({field: 1}))
+    assert result.resumed == bool(kept)
     assert {span.worker_id for span in result.spans} == ({"other", "w"} if kept else {"w"})
 
 

@@ -11,7 +11,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -258,19 +258,7 @@ async def test_a_cancelling_leaves_no_thread_behind_however_often_it_comes() -> 
     _, run = make_run(Points())
     named = {f"layer.{n}": np.zeros(100, dtype=np.uint16) for n in range(40)}
     await run.publish(named, version=0, allow_nonfinite=True)
-    with slowly() as (started, begun):
-        task = asyncio.ensure_future(run.publish(named, version=1, allow_nonfinite=True))
-        await asyncio.to_thread(begun.wait, 5)
-        task.cancel()
-        await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        seen = len(started)
-
-        # Then nothing is read after it has ended
-        await asyncio.sleep(0.2)
-        assert len(started) == seen < 40
+    await cancelled_in_the_middle(run.publish(named, version=1, allow_nonfinite=True), count=2)
 
 
 async def test_a_timeout_is_still_a_timeout(points: Points) -> None:
@@ -346,17 +334,8 @@ async def test_a_rank_of_a_sharded_trainer_that_is_interrupted_reads_nothing_aft
         named = {f"layer.{n}": torch.zeros(100, dtype=torch.bfloat16) for n in range(40)}
         await publisher.publish(named, 0, allow_nonfinite=True)
         await publisher.publish(named, 1, allow_nonfinite=True)
-        with slowly() as (started, begun):
-            task = asyncio.ensure_future(publisher.publish(named, 2, allow_nonfinite=True))
-            await asyncio.to_thread(begun.wait, 5)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            seen = len(started)
-
-            # Then nothing is read after it has ended, nothing was published, and the next call says why it cannot be
-            await asyncio.sleep(0.2)
-            assert len(started) == seen < 40
+        await cancelled_in_the_middle(publisher.publish(named, 2, allow_nonfinite=True))
+        # Then nothing was published, and the next call says why it cannot be
         assert (await store.head(RUN)).version == 1
         with pytest.raises(WeightError, match="rank 0 was interrupted while publishing: start the ranks again"):
             await publisher.publish(named, 2, allow_nonfinite=True)
@@ -365,9 +344,8 @@ async def test_a_rank_of_a_sharded_trainer_that_is_interrupted_reads_nothing_aft
         torch.distributed.destroy_process_group()
 
 
-@contextlib.contextmanager
-def slowly() -> Iterator[tuple[list[int], threading.Event]]:
-    """Regions take a while; which were begun, and an event for the first."""
+async def cancelled_in_the_middle(publishing: Coroutine[Any, Any, Any], count: int = 1) -> None:
+    """Cancel a publish of forty regions that take a while each; nothing is read after it has ended."""
     started: list[int] = []
     begun, delta = threading.Event(), Encoder.delta
 
@@ -378,4 +356,13 @@ def slowly() -> Iterator[tuple[list[int], threading.Event]]:
         return delta(self, old, new)
 
     with mock.patch.object(Encoder, "delta", slow):
-        yield started, begun
+        task = asyncio.ensure_future(publishing)
+        await asyncio.to_thread(begun.wait, 5)
+        for _ in range(count):
+            task.cancel()
+            await asyncio.sleep(0.001)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        seen = len(started)
+        await asyncio.sleep(0.2)
+        assert len(started) == seen < 40
