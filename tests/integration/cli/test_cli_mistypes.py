@@ -73,7 +73,6 @@ def typed(desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         ("dead show g.0 --run my-run", FAILED, "no dead letter 'g.0'"),
         ("dead retry g.0 --run my-run", FAILED, "no dead letter 'g.0'"),
         ("dead discard g.0 --run my-run", FAILED, "no dead letter 'g.0'"),
-        ("weights ls my-rnu", WRONG, "run 'my-rnu' does not exist"),
         ("weights verify my-rnu", WRONG, "run 'my-rnu' does not exist"),
         ("weights inspect my-run abc", WRONG, "'version'"),
         ("weights inspect my-run 3", FAILED, "3"),

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from rollfab.fabric.contract.errors import ConfigError, EnvironmentFailed
-from rollfab.fabric.contract.records import check_reward
 from rollfab.workers.environments import confinement, process_main, spawn
 from rollfab.workers.environments.base import Environment, Step
 from rollfab.workers.environments.confinement import Means
@@ -35,7 +34,6 @@ PAIRS = [
     f"once={WORLDS}:OnlyOnce",
     f"frugal={WORLDS}:Frugal",
     f"walker={WORLDS}:Walker",
-    f"mistyped={WORLDS}:Mistyped",
     f"elsewhere={sys.executable}:{WORLDS}:Captive",
     f"countdown={sys.executable}:docs.examples.my_environment:Countdown",
     "countdown-here=docs.examples.my_environment:Countdown",
@@ -249,8 +247,6 @@ def test_none_outlives_an_agent_that_is_killed(way: str) -> None:
     [
         ("raise", "environment 'captive': step raised ValueError: no such move", "do_raise"),
         ("leave", "environment 'captive': step raised RuntimeError: SystemExit(3) left the code", "do_leave"),
-        ("say_much", "step: its text is 9,437,184 bytes as UTF-8, the limit is 1,048,576: let it be shorter", ""),
-        ("say_no_json", "step: its info cannot be sent: TypeError: Object of type Captive", ""),
         ("say_nothing", "step gave None, expected a Step", ""),
     ],
 )
@@ -259,13 +255,6 @@ async def test_an_answer_that_is_none_fails_its_attempt(captor: Captor, way: str
         await captor.play(way)
     assert caught.value.facts["reason"] == "step"
     assert told in caught.value.facts.get("traceback", "")
-
-
-@pytest.mark.parametrize("way", ["pay_nan", "pay_words"])
-async def test_a_reward_that_is_none_is_never_a_zero(captor: Captor, way: str) -> None:
-    step = await captor.play(way)
-    with pytest.raises(EnvironmentFailed, match=r"finite|not a number"):
-        check_reward(step.reward, "environment")
 
 
 async def test_what_it_prints_is_logged_within_bounds_and_is_no_answer(
@@ -308,11 +297,6 @@ async def test_none_is_started_that_cannot_be_held(captor: Captor, monkeypatch: 
     ) as caught:
         await captor.open()
     assert "/no/such/holder.py" in caught.value.facts["traceback"]
-
-
-async def test_impossible_settings_are_named(captor: Captor) -> None:
-    with pytest.raises(EnvironmentFailed, match=r"by magic.*replay, snapshot, restart"):
-        await captor.open("mistyped")
 
 
 @pytest.mark.parametrize("name", ["inside", "process"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,30 +19,13 @@ ATTEMPTS = 2
 TURNS = 8
 # What is said of each fault: test_environment_processes.py; at an agent: test_bad_neighbours.py.
 FAULTS = ("sleep", "stop", "leave_child", "leave_daemon", "segfault")
-GAME = """
-class Game:
-    sampling = {"max_tokens": 2}
-
-    def reset(self, seed):
-        import only_here
-        return only_here.TEXT, {}
-
-    def step(self, action):
-        return "", 1.0, True, False, {"rollfab": __import__("importlib.util").util.find_spec("rollfab") is not None}
-"""
 
 
 @pytest.fixture(scope="module")
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """Whatever happens in it, no environment process is left when it is stopped."""
-    venv = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    (site,) = venv.glob("lib/python*/site-packages")
-    (site / "only_here.py").write_text("TEXT = 'hello'\n")
-    (site / "game.py").write_text(GAME)
     with processes(tmp_path_factory.mktemp("isolation")) as fabric:
         words = ["--environment", "captive=tests.support.worlds.isolated_worlds:Captive"]
-        words += ["--environment", f"game={venv}/bin/python:game:Game"]
         fabric.start_roles(agent=[*words, "--name", "agent", "--timeout", str(TIMEOUT_S)])
         yield fabric
         last = held(fabric)
@@ -96,17 +77,6 @@ def test_what_hung_or_crashed_is_gone_while_the_agent_lives_and_others_are_well(
         20.0,
         "what they started is gone",
     )
-
-
-def test_a_package_that_the_agent_does_not_have_is_played(fabric: Processes) -> None:
-    run = begin(fabric, "venv", "game")
-    run.submit([{}], group_size=2)
-
-    (group,) = fabric.collect(run, 1, 30.0)
-
-    assert [rollout.info["rollfab"] for rollout in group.rollouts] == [False, False]
-    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
-    check_totals(fabric, run)
 
 
 def test_its_trajectories_go_on_when_the_agent_is_killed_and_its_processes_do_not(

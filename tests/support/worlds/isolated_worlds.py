@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import math
 import os
 import re
 import signal
@@ -112,18 +111,6 @@ class Captive:
         self._kept = {1, 2}
         return said("")
 
-    def do_say_much(self) -> SimpleNamespace:
-        return said("x" * (9 << 20))
-
-    def do_pay_nan(self) -> SimpleNamespace:
-        return said(".", reward=math.nan)
-
-    def do_pay_words(self) -> SimpleNamespace:
-        return said(".", reward="high")
-
-    def do_say_no_json(self) -> SimpleNamespace:
-        return SimpleNamespace(text=".", reward=0.0, terminated=False, truncated=False, info={"world": self})
-
     def do_say_nothing(self) -> None:
         return None
 
@@ -167,12 +154,6 @@ class Walker:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._at += 1
         return str(self._at), 0.5, self._at >= 3, False, {}
-
-
-class Mistyped(Walker):
-    """Says something impossible of itself."""
-
-    recovery = "by magic"
 
 
 def said(text: str, reward: Any = 0.5, is_over: bool = False) -> SimpleNamespace:
