@@ -27,6 +27,7 @@ from tests.support.device import DEVICE
 from tests.support.processes.scheduling_ahead import scheduling_ahead
 from tests.support.queue.played_worker import RUN, Stage
 from tests.support.until import PATIENCE, until
+from tests.support.weights.engine_sides import random_weights
 from tests.support.weights.reference import (
     kept_logprobs,
     kept_logprobs_elsewhere,
@@ -53,18 +54,6 @@ TEXT = CharTokenizer()
 SLOT_COUNT, CONTEXT_TOKENS = 8, 256
 PROMPT = np.arange(5, 45, dtype=np.int32)  # two and a half blocks of KV cache
 BOTH: tuple[TurnsAtCommit, ...] = ("keep", "recompute")
-
-
-def random_weights(engine: Engine, version: int, scale: float = 0.25) -> Staged:
-    """Absolute values for every tensor, the same for the same version."""
-    dice = np.random.default_rng(version)
-    tensors = {}
-    for spec in engine.layout.tensors:
-        values = dice.normal(0, scale, spec.element_count).astype(np.float32)
-        if "norm" in spec.name:
-            values = 1 + values
-        tensors[spec.name] = (None, values.view(np.uint32))
-    return Staged(version, tensors)
 
 
 def new_engine(kind: str) -> Engine:

@@ -26,12 +26,12 @@ PRIOR = np.array([7, 8, 9], dtype=np.int32)
 CLOSE = {"rtol": 0, "atol": 1e-4}
 
 
-def random_weights(engine: Engine, version: int) -> Staged:
-    """Values for every tensor, large enough that every token hangs on them."""
+def random_weights(engine: Engine, version: int, scale: float = 0.25) -> Staged:
+    """Values for every tensor, the same for the same version; every token hangs on them."""
     dice = np.random.default_rng(version)
     tensors = {}
     for spec in engine.layout.tensors:
-        values = dice.normal(0, 0.25, spec.element_count) + ("norm" in spec.name)
+        values = dice.normal(0, scale, spec.element_count) + ("norm" in spec.name)
         tensors[spec.name] = (None, values.astype(np.float32).view(np.uint32))
     return Staged(version, tensors)
 
