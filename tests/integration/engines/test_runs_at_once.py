@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from rollfab.deploy.cli.options import with_ports
 from rollfab.fabric.contract.records import Rollout
 from rollfab.trainer.client import Run
 from tests.bench.lively import lively_weights
-from tests.support.processes.fabric_processes import Processes, check_each_arrived_once, check_walk, processes
+from tests.support.processes.fabric_processes import Processes, check_each_arrived_once, check_walk
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(200)]
 
 GROUPS = ["group-0", "group-1"]
 GROUP_SIZE, TURNS, TOKENS = 2, 3, 120
-
-
-@pytest.fixture
-def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes(tmp_path_factory.mktemp("at-once")) as fabric:
-        fabric.start_roles(agent=("--environment", "walk=tests.support.worlds.worlds:Walk"), worker=("--slots", "8"))
-        yield fabric
 
 
 def begin(fabric: Processes, name: str, version: int) -> Run:

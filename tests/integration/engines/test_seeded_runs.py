@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,6 @@ from tests.support.processes.fabric_processes import (
     check_each_arrived_once,
     check_totals,
     check_walk,
-    processes,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(150)]
@@ -22,13 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(150)]
 GROUPS = ["group-0", "group-1"]
 GROUP_SIZE, TURNS, TOKENS = 3, 3, 60
 COUNT = len(GROUPS) * GROUP_SIZE
-
-
-@pytest.fixture(scope="module")
-def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes(tmp_path_factory.mktemp("seeded")) as fabric:
-        fabric.start_roles(agent=("--environment", "walk=tests.support.worlds.worlds:Walk"), worker=("--slots", "8"))
-        yield fabric
 
 
 def begin(fabric: Processes, name: str, seed: int) -> Run:

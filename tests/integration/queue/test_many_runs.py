@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.support.processes.fabric_processes import Processes, processes
+from tests.support.processes.fabric_processes import Processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(150)]
 
 IDLE_COUNT = 48  # an agent waits at more places than a client has connections by default
-
-
-@pytest.fixture
-def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes(tmp_path_factory.mktemp("many")) as fabric:
-        fabric.start_roles(agent=("--environment", "walk=tests.support.worlds.worlds:Walk"), worker=("--slots", "8"))
-        yield fabric
 
 
 def test_idle_runs_keep_no_other_run_waiting(fabric: Processes) -> None:

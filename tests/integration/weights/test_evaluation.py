@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -30,13 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(150)]
 SETTINGS = {"environment_options": {"turns": 2, "pace_s": 0.0, "tokens": 10}, "sampling": {"temperature": 0.0}}
 TASKS = [{"seed": seed} for seed in range(4)]
 NAMES = ["a", "b", "c", "d"]
-
-
-@pytest.fixture
-def fabric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes(tmp_path_factory.mktemp("evaluation")) as fabric:
-        fabric.start_roles(agent=("--environment", "walk=tests.support.worlds.worlds:Walk"), worker=("--slots", "8"))
-        yield fabric
 
 
 def changed(version: int) -> dict[str, np.ndarray]:
