@@ -18,7 +18,8 @@ from typing import Self
 from tests.support.until import wait_until
 
 COLUMNS, LINES = 80, 24
-LIMIT_S = 110.0  # of a quiet machine: roles that end are started again and again before they are given up
+SHOWN_S = 50.0  # less than a test has: what is shown is said
+END_S = 110.0  # roles that end are started again and again before they are given up
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
@@ -77,7 +78,7 @@ class Terminal:
             assert wanted in self.shown or not is_over, f"it ended without {wanted!r}: {self.shown}"
             return wanted in self.shown
 
-        wait_until(is_shown, lambda: f"{wanted!r} in {self.shown}", LIMIT_S)
+        wait_until(is_shown, lambda: f"{wanted!r} in {self.shown}", SHOWN_S)
         return self.shown
 
     def type(self, keys: str) -> None:
@@ -90,6 +91,6 @@ class Terminal:
             self.read()
             return self.process.poll() is not None
 
-        wait_until(is_over, lambda: f"it goes on: {self.shown}", LIMIT_S)
+        wait_until(is_over, lambda: f"it goes on: {self.shown}", END_S)
         self.read(0.2)
         return int(self.process.returncode)
