@@ -29,7 +29,7 @@ from ...fabric.chat.choice import read_choice
 from ...fabric.contract.errors import EnvironmentFailed, InputError, WireError
 from ...fabric.contract.limits import TURN_COUNT_MAX
 from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, is_whole, sampling_from, shown
-from .process_main import Refused, said
+from .process_main import Refused, facts, said
 
 T = TypeVar("T")
 Recovery = Literal["replay", "snapshot", "restart"]
@@ -234,7 +234,7 @@ class GymEnvironment(Environment):
                 f"environment {self.name!r}: reset gave {show(answer)}, expected (observation, info)",
                 reason="reset",
             )
-        return Observation(self._said("reset", answer[0]), dict(answer[1]))
+        return Observation(self._checked("reset", said, answer[0]), self._checked("reset", facts, answer[1]))
 
     async def step(self, action: str) -> Step:
         """Apply one action.
@@ -250,12 +250,12 @@ class GymEnvironment(Environment):
                 reason="step",
             )
         text, reward, terminated, truncated, info = answer
-        text = self._said("step", text, terminated is True or truncated is True)
-        return Step(text, reward, terminated, truncated, dict(info))
+        text = self._checked("step", said, text, terminated is True or truncated is True)
+        return Step(text, reward, terminated, truncated, self._checked("step", facts, info))
 
-    def _said(self, what: str, observation: Any, is_over: bool = False) -> str:
+    def _checked(self, what: str, check: Callable[..., T], *answer: Any) -> T:
         try:
-            return said(what, observation, is_over)
+            return check(what, *answer)
         except Refused as error:
             raise EnvironmentFailed(f"environment {self.name!r}: {error}", reason=what) from error
 

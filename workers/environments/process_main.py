@@ -20,6 +20,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import resource
 import shlex
 import struct
@@ -43,6 +44,7 @@ CHAT = ("messages", "tools")
 COMMAND = "!"
 TASKSET = "@"
 LINE_BYTES_MAX = 1 << 20
+ADDRESS = re.compile(r"<.+ at 0x[0-9a-f]+>", re.DOTALL)  # how Python shows what has no text of its own
 GIVEN = ("task", "seed", "client", "base_url", "key")  # what an agent may take, by the names of its parameters
 AGENT_ADVICE = "; if it is an agent, write `async def`: others are made with the run's options, and have reset and step"
 NO_OPENAI = "it takes a client, and the package openai is not installed for its interpreter: pip install openai"
@@ -140,8 +142,8 @@ class Stage:
         answer = self._world.reset(seed=int(task.get("seed", seed)))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise Refused("answer", f"reset gave {show(answer)}, expected (observation, info)")
-        text = said("reset", answer[0])
-        return self._fit("reset", {"text": text, "info": dict(answer[1]), "messages": [], "tools": [], "ids": []})
+        text, info = said("reset", answer[0]), facts("reset", answer[1])
+        return self._fit("reset", {"text": text, "info": info, "messages": [], "tools": [], "ids": []})
 
     def step(self, action: Any) -> dict[str, Any]:
         """Apply an action; return the world's answer to it."""
@@ -154,7 +156,8 @@ class Stage:
         elif isinstance(answer, tuple) and len(answer) == len(STEP):
             row = dict(zip(STEP, answer))  # noqa: B905 - Python 3.8
             is_over = bool(row["terminated"] is True or row["truncated"] is True)
-            row["text"], row["info"], row["messages"] = said("step", row["text"], is_over), dict(row["info"]), []
+            row["text"], row["info"] = said("step", row["text"], is_over), facts("step", row["info"])
+            row["messages"] = []
         else:
             form = "(observation, reward, terminated, truncated, info)"
             raise Refused("answer", f"step gave {show(answer)}, expected {form}")
@@ -256,13 +259,29 @@ def flag(what: str, name: str, value: Any) -> bool:
 def said(what: str, observation: Any, is_over: bool = False) -> str:
     """Return an observation as text. is_over: nobody reads it any more, so there may be none.
 
-    Raises Refused: it is nothing, as of a function that forgot to return it, or bytes, which say no encoding.
+    Raises Refused: it is nothing, as of a function that forgot to return it, or bytes, which say no encoding; or it
+        would be read as where something lies in memory, as a method that was not called, or a generator: the policy
+        would learn from that, and no other process could replay it.
     """
     if observation is None and is_over:
         return ""
+    if isinstance(observation, str):
+        return str(observation)
     if observation is None or isinstance(observation, (bytes, bytearray)):
         raise Refused("answer", f"{what} gave {show(observation)} as its observation, expected a text")
-    return str(observation)
+    text = str(observation)
+    if inspect.isroutine(observation) or inspect.isclass(observation) or ADDRESS.search(text):
+        raise Refused("answer", f"{what} gave {show(observation)} as its observation, which no text says; give a text")
+    return text
+
+
+def facts(what: str, info: Any) -> dict[str, Any]:
+    """Return the info of a reset or step as a dict. Raises Refused: it is none, as where a function forgot it."""
+    try:
+        return dict(info)
+    except (TypeError, ValueError) as error:
+        told = f"{what} gave {show(info)} as its info, expected a dict; {{}} where there is nothing to say"
+        raise Refused("answer", told) from error
 
 
 def number(reward: Any) -> Any:

@@ -221,6 +221,51 @@ async def test_an_observation_that_was_forgotten_fails_the_attempt_and_is_not_tr
     assert (await world.step("over")).text == "", "nobody reads the last one"
 
 
+class _Careless:
+    """Hands out what it should have called, or forgets its info."""
+
+    def __init__(self, observation: Any, info: Any) -> None:
+        self._answer = observation, info
+
+    def reset(self, seed: int) -> tuple[Any, Any]:
+        return self._answer
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, Any]:
+        observation, info = self._answer
+        return observation, 1.0, False, False, info
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize(
+    ("observation", "info", "says"),
+    [
+        ((letter for letter in "abc"), {}, r"gave <generator .* as its observation, which no text says; give a text"),
+        (_Careless.step, {}, r"gave <function .* as its observation, which no text says; give a text"),
+        (_Careless, {}, r"gave <class .* as its observation, which no text says; give a text"),
+        ([object()], {}, r"gave \[<object object at .* as its observation, which no text says; give a text"),
+        ("a", None, r"gave None as its info, expected a dict; \{\} where there is nothing to say"),
+        ("a", [1], r"gave \[1\] as its info, expected a dict; \{\} where there is nothing to say"),
+    ],
+)
+async def test_a_world_that_answers_with_a_thing_of_python_is_told_so(
+    observation: Any, info: Any, says: str, is_own: bool
+) -> None:
+    stage = process_main.Stage()
+    stage._factory, stage._limits = _Careless, ROW_LIMITS
+    stage.make({"observation": observation, "info": info})
+    world = GymEnvironment(_Careless, observation=observation, info=info)
+    with pytest.raises((EnvironmentFailed, process_main.Refused), match=f"reset {says}"):
+        stage.reset({}, 1) if is_own else await world.reset({}, 1)
+    with pytest.raises((EnvironmentFailed, process_main.Refused), match=f"step {says}"):
+        stage.step("") if is_own else await world.step("")
+
+
+@pytest.mark.parametrize("observation", ["<object object at 0x7f>", 42, np.float32(0.5), {"left": 3}])
+async def test_what_a_text_says_is_said(observation: Any) -> None:
+    world = GymEnvironment(_Careless, observation=observation, info={})
+    assert (await world.reset({}, 1)).text == str(observation)
+
+
 async def test_a_hung_environment_stops_neither_the_loop_nor_the_process() -> None:
     gate = threading.Event()
 
