@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from ...fabric.contract.errors import (
@@ -117,7 +118,7 @@ def problem_of(error: Exception, where: str) -> Problem:
         return Problem(status=error.status, code=error.error, message=error.message, retry_s=error.facts.get("retry_s"))
     if isinstance(error, HTTPException):
         return _of_http(error)
-    if isinstance(error, ClientGone):
+    if isinstance(error, ClientGone | ClientDisconnect):
         return Problem(status=GONE, code="client_gone", message="the client has gone")
     if isinstance(error, FabricError):
         return _of_request(error) or _of_fabric(error, where)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from rollfab.api.access.problems import Refused
 from rollfab.api.gateway.config import GatewayConfig, check_gateway
@@ -100,8 +101,9 @@ def test_parts_of_a_text_make_up_the_text(text: str) -> None:
     assert all(part[-1].isspace() or after[0].isspace() for part, after in pairwise(cut))
 
 
-def test_problems_that_no_client_reads_or_that_http_has_still_have_a_shape() -> None:
-    for error in (ClientGone(), HTTPException(405), HTTPException(418, "a teapot")):
+def test_problems_that_no_client_reads_or_that_http_has_still_have_a_shape(caplog: pytest.LogCaptureFixture) -> None:
+    for error in (ClientGone(), ClientDisconnect(), HTTPException(405), HTTPException(418, "a teapot")):
         problem = problem_of(error, "/x")
         assert openai_shape(problem)["error"]["type"] == "invalid_request_error"
         assert anthropic_shape(problem)["error"]["type"] == "invalid_request_error"
+    assert not caplog.records, "a client that leaves while it sends is no fault of the gateway"
