@@ -125,7 +125,7 @@ class Control:
 
     async def pause(self, request: Request) -> Response:
         """Hold requests back, as vLLM does: its settings are in the query."""
-        mode = request.query_params.get("mode", ABORT)
+        mode = _mode_asked(request) or ABORT
         if mode not in PAUSE_MODES:
             raise InputError(f"mode is {shown(mode)}, expected {', '.join(PAUSE_MODES)}", name="mode")
         await self._inference.pause(mode)
@@ -196,6 +196,20 @@ class Control:
         published = await self._inference.publish(path, version, allow_nonfinite=allow_nonfinite)
         told: dict[str, Any] = {"success": True, "message": f"published as version {published}"}
         return answer({**told, "num_paused_requests": 0, "weight_version": str(published)})
+
+
+def _mode_asked(request: Request) -> str | None:
+    """Return the query's mode, if it has one. Raises InputError: a mistyped one would give all requests up."""
+    asked = request.query_params.multi_items()
+    names = [name for name, _ in asked]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"the query has {shown(twice)} {names.count(twice)} times: give it once", name=twice)
+    query = Body(dict(asked), "the query")
+    mode = query.optional("mode", str)
+    query.ignore("clear_cache")
+    query.close()
+    return mode
 
 
 async def _body(request: Request) -> Body:

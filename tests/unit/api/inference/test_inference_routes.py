@@ -281,6 +281,11 @@ async def test_pause_and_resume_in_the_words_of_both(inference: FakeInference, h
     assert inference.paused == ["abort", "keep", "wait", "keep"]
     assert (await http.get("/is_paused")).json() == {"is_paused": True}
     assert (await http.post("/pause", params={"mode": "now"})).status_code == 400
+    mistyped = (await http.post("/pause?mod=keep")).json()["error"]
+    assert mistyped["message"] == "the query: 'mod' is not offered: leave it out; did you mean mode?"
+    twice = (await http.post("/pause?mode=keep&mode=wait")).json()["error"]
+    assert twice["message"] == "the query has 'mode' 2 times: give it once"
+    assert inference.paused == ["abort", "keep", "wait", "keep"], "neither gave anything up"
     await http.post("/continue_generation", json={})
     assert (await http.get("/is_paused")).json() == {"is_paused": False}
     await http.post("/abort_requests", json={"request_ids": ["a"]})
