@@ -29,7 +29,7 @@ from ...fabric.chat.choice import read_choice
 from ...fabric.contract.errors import EnvironmentFailed, InputError, WireError
 from ...fabric.contract.limits import TURN_COUNT_MAX
 from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, is_whole, sampling_from, shown
-from .process_main import Refused, facts, said
+from .process_main import Refused, facts, said, seed_of
 
 T = TypeVar("T")
 Recovery = Literal["replay", "snapshot", "restart"]
@@ -228,7 +228,8 @@ class GymEnvironment(Environment):
         Raises:
             EnvironmentFailed: the wrapped object did not answer with (observation, info).
         """
-        answer = await self._call(lambda: self._world.reset(seed=int(task.get("seed", seed))))
+        drawn = task_seed(self.name, task, seed)
+        answer = await self._call(lambda: self._world.reset(seed=drawn))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise EnvironmentFailed(
                 f"environment {self.name!r}: reset gave {show(answer)}, expected (observation, info)",
@@ -278,6 +279,18 @@ class GymEnvironment(Environment):
 
     async def _call(self, function: Callable[[], T]) -> T:
         return function() if self.inline else await in_thread(function)
+
+
+def task_seed(name: str, task: dict[str, Any], seed: int) -> int:
+    """Return the task's own seed, or else the trajectory's. name: the environment's.
+
+    Raises:
+        EnvironmentFailed: the task's seed is no whole number.
+    """
+    try:
+        return seed_of(task, seed)
+    except Refused as error:
+        raise EnvironmentFailed(f"environment {name!r}: {error}", reason="reset") from error
 
 
 def show(value: object) -> str:

@@ -139,7 +139,7 @@ class Stage:
                 raise Refused("answer", f"reset gave {show(answer)}, expected an Observation with text")
             row = {"text": answer.text, "info": getattr(answer, "info", {})}
             return self._fit("reset", {**row, **{name: chat_of(answer, name) for name in (*CHAT, "ids")}})
-        answer = self._world.reset(seed=int(task.get("seed", seed)))
+        answer = self._world.reset(seed=seed_of(task, seed))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise Refused("answer", f"reset gave {show(answer)}, expected (observation, info)")
         text, info = said("reset", answer[0]), facts("reset", answer[1])
@@ -273,6 +273,19 @@ def said(what: str, observation: Any, is_over: bool = False) -> str:
     if inspect.isroutine(observation) or inspect.isclass(observation) or ADDRESS.search(text):
         raise Refused("answer", f"{what} gave {show(observation)} as its observation, which no text says; give a text")
     return text
+
+
+def seed_of(task: dict[str, Any], seed: int) -> int:
+    """Return the task's own seed, or else the trajectory's. Raises Refused: the task's is no whole number."""
+    stated = task.get("seed", seed)
+    try:
+        drawn = int(stated)
+        if isinstance(stated, str) or drawn == stated:
+            return drawn
+    except (TypeError, ValueError, OverflowError):
+        pass
+    told = "expected a whole number; a task without one is given its trajectory's"
+    raise Refused("answer", f"the task's seed is {show(stated)}, {told}")
 
 
 def facts(what: str, info: Any) -> dict[str, Any]:

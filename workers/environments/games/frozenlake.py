@@ -13,7 +13,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from ....fabric.contract.errors import ConfigError
-from ..base import Environment, Observation, Step, TextSampling
+from ..base import Environment, Observation, Step, TextSampling, task_seed
 
 ACTIONS = {"L": 0, "D": 1, "R": 2, "U": 3}  # Gymnasium's numbering
 INVALID_REWARD = -0.05  # 14 of them stay above -1, so one success always outweighs a clumsy walk
@@ -55,7 +55,7 @@ class FrozenLake(Environment):
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
         """Stand on the start."""
-        cell, _ = self._world.reset(seed=int(task.get("seed", seed)))
+        cell, _ = self._world.reset(seed=task_seed(self.name, task, seed))
         self._cell = int(cell)
         return Observation(self._text())
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ....fabric.contract.errors import ConfigError, EnvironmentFailed
-from ..base import Environment, Observation, Step, TextSampling
+from ..base import Environment, Observation, Step, TextSampling, task_seed
 
 DIGITS = "1234567890"
 INVALID_REWARD = -0.05
@@ -52,7 +52,7 @@ class GuessTheNumber(Environment):
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
         """Draw the number."""
-        drawn = int(task.get("seed", seed)) % 2**32  # numpy takes no larger seed
+        drawn = task_seed(self.name, task, seed) % 2**32  # numpy takes no larger seed
         _keep_dice(lambda: self._world.reset(seed=drawn))
         if "number" in task:
             self._world.game_number = _check_number(task["number"])

@@ -260,6 +260,20 @@ async def test_a_world_that_answers_with_a_thing_of_python_is_told_so(
         stage.step("") if is_own else await world.step("")
 
 
+@pytest.mark.parametrize("stated", ["x", None, 1.5, [7], float("inf")])
+@pytest.mark.parametrize("kind", ["own process", "agent", "frozenlake"])
+async def test_a_task_whose_seed_is_none_is_told_and_does_not_stand_as_a_fault_of_its_world(
+    stated: Any, kind: str
+) -> None:
+    stage = process_main.Stage()
+    stage._factory, stage._limits = _Careless, ROW_LIMITS
+    stage.make({"observation": "a", "info": {}})
+    world = FrozenLake() if kind == "frozenlake" else GymEnvironment(_Careless, observation="a", info={})
+    says = re.escape(f"the task's seed is {stated!r}, expected a whole number; a task without one is given its")
+    with pytest.raises((EnvironmentFailed, process_main.Refused), match=says):
+        stage.reset({"seed": stated}, 1) if kind == "own process" else await world.reset({"seed": stated}, 1)
+
+
 @pytest.mark.parametrize("observation", ["<object object at 0x7f>", 42, np.float32(0.5), {"left": 3}])
 async def test_what_a_text_says_is_said(observation: Any) -> None:
     world = GymEnvironment(_Careless, observation=observation, info={})
