@@ -135,6 +135,8 @@ TEXTS: tuple[tuple[str, str, str], ...] = (
     ("No connection available", "busy", "has no free connection for this process: raise max_connections"),
 )
 CONNECTING = re.compile(r"connecting to (\S+?)[.:]? ")  # in redis-py's words for a connection that fails
+# What redis-py puts around an answer in a pipeline: its command, whose words are a key's and a caller's.
+IN_PIPELINE = re.compile(r"^Command # \d+ \(.*\) of pipeline caused error: \((['\"])(?P<said>.*)\1,\)$", re.DOTALL)
 TIMEOUT = "did not answer in time ({cause}): is it overloaded, stopped, or behind a firewall?"
 TIMEOUT_TLS = TIMEOUT + " Does it speak TLS on this port? If not, use redis://"
 LOST_TLS = (
@@ -205,7 +207,7 @@ def translated(error: exceptions.RedisError, client: redis.asyncio.Redis | None 
 
 def _explain(error: exceptions.RedisError, *, is_tls: bool) -> tuple[str, str, str]:
     """Return the reason, a text with a place for {cause}, and the cause."""
-    said = str(error).strip() or type(error).__name__
+    said = IN_PIPELINE.sub(r"\g<said>", str(error).strip()) or type(error).__name__
     for kind, reason, text in REPLIES:
         if isinstance(error, kind):
             return reason, text, said

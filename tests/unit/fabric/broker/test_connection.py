@@ -247,6 +247,18 @@ def test_a_refusal_is_ours_with_name_cause_and_next_step(
     assert pickle.loads(pickle.dumps(error)).facts == error.facts
 
 
+@pytest.mark.parametrize("said", ["MISCONF Errors writing to the AOF file: No space left on device", 'it\'s "so"'])
+def test_an_answer_within_a_pipeline_is_told_without_its_command(said: str) -> None:
+    refused = exceptions.ResponseError(said)
+    words = ("HSET", "rf:{r}:tasks", "BUSY ) of pipeline caused error: ('a task of hunter2',)")
+    redis.asyncio.client.Pipeline.annotate_exception(None, refused, 1, words)  # type: ignore[arg-type]
+    with pytest.raises(BrokerError) as caught, translate(client()):
+        raise refused
+    assert f"({said})" in caught.value.message.replace("\\'", "'")
+    assert "hunter2" not in caught.value.message and "HSET" not in caught.value.message
+    assert caught.value.facts["reason"] == ("disk" if "MISCONF" in said else "refused")
+
+
 @pytest.mark.parametrize(
     "error", [QueueFull("full"), ValueError("x"), exceptions.DataError("a bug"), asyncio.CancelledError()]
 )
