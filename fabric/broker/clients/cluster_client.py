@@ -15,7 +15,7 @@ from redis import exceptions
 from redis.asyncio.client import Pipeline
 
 from .channel import Argument, Channel, Command, checked
-from .patience import PatientRetry, may_pass, pause_s
+from .patience import Patience, PatientRetry, may_pass, pause_s
 from .pools import NamedPool, Pools
 from .routes import is_blocking, slots_of
 from .topology import Topology
@@ -175,8 +175,10 @@ class _Errand:
 
     async def run(self, patience_s: float) -> list[Any]:
         """Return answers in order. Raise the error of a lost node when patience ends."""
-        clock = asyncio.get_running_loop().time
-        until_s = clock() + patience_s
+        with Patience(patience_s) as patience:
+            return await self._run(patience)
+
+    async def _run(self, patience: Patience) -> list[Any]:
         left = list(range(len(self._commands)))
         failure_count = 0
         while True:
@@ -188,7 +190,7 @@ class _Errand:
             if not left:
                 return self._answers
             failure_count += 1
-            left_s = until_s - clock()
+            left_s = patience.left_s()
             if left_s <= 0 or not all(may_pass(error) for error in self._errors(left)):
                 return self._give_up(left)
             if self._follow(left) and failure_count <= 3:

@@ -7,7 +7,9 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from random import SystemRandom
+from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from redis import exceptions
 from redis.asyncio.retry import Retry
@@ -19,7 +21,69 @@ log = logging.getLogger(__name__)
 
 SAY_AFTER_S = 5.0  # of trying in vain: then the log says what the caller waits for
 
+BEAT_S = 0.25
+LATE_S = 0.25  # of a beat, by which a process that was frozen, or had no processor, knows it
+
 NEVER_PASSING = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.MaxConnectionsError)
+
+
+class Patience:
+    """A span of time in which this loop ran: `with Patience(10.0) as patience: … patience.left_s()`.
+
+    How long the loop stood still meanwhile, as in a process that was stopped and goes on (Ctrl-Z, a container that was
+    paused), is no part of it: answers that came meanwhile are not read yet, and the broker is not to blame.
+    """
+
+    __slots__ = ("_loop", "_pulse", "_until_s")
+
+    def __init__(self, span_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        found = PULSES.get(self._loop)
+        self._pulse = PULSES.setdefault(self._loop, _Pulse()) if found is None else found
+        self._until_s = self._loop.time() + span_s - self._pulse.stood_s
+
+    def left_s(self) -> float:
+        """Return how much of it is left; below 0: nothing."""
+        return self._until_s + self._pulse.stood_s - self._loop.time()
+
+    def __enter__(self) -> Patience:
+        self._pulse.begin(self._loop)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pulse.user_count -= 1
+
+
+class _Pulse:
+    """How long a loop has stood still; beats while somebody wants to know."""
+
+    def __init__(self) -> None:
+        self.stood_s = 0.0
+        self.user_count = 0
+        self._is_beating = False
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.user_count += 1
+        if not self._is_beating:
+            self._is_beating = True
+            self._next(loop)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        due_s = loop.time() + BEAT_S
+        loop.call_at(due_s, self._beat, loop, due_s)
+
+    def _beat(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+        late_s = loop.time() - due_s
+        if late_s > LATE_S:
+            self.stood_s += late_s
+        self._is_beating = self.user_count > 0
+        if self._is_beating:
+            self._next(loop)
+
+
+PULSES: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pulse] = WeakKeyDictionary()
 
 
 class PatientRetry(Retry):
@@ -42,23 +106,22 @@ class PatientRetry(Retry):
         with_failure_count: bool = False,
     ) -> T:
         """Call `do` until it succeeds, fails for good, or patience ends; call `fail` with every failure."""
-        clock = asyncio.get_running_loop().time
-        until_s = clock() + self._patience_s
         failure_count = 0
-        while True:
-            try:
-                return await do()
-            except self._supported_errors as error:
-                if is_retryable and not is_retryable(error):
-                    raise
-                failure_count += 1
-                await (fail(error, failure_count) if with_failure_count else fail(error))  # type: ignore[call-arg]
-                left_s = until_s - clock()
-                if left_s <= 0 or not may_pass(error):
-                    raise
-                if left_s <= self._patience_s - SAY_AFTER_S:
-                    self._say(error, left_s, clock())
-                await asyncio.sleep(min(left_s, pause_s(failure_count)))
+        with Patience(self._patience_s) as patience:
+            while True:
+                try:
+                    return await do()
+                except self._supported_errors as error:
+                    if is_retryable and not is_retryable(error):
+                        raise
+                    failure_count += 1
+                    await (fail(error, failure_count) if with_failure_count else fail(error))  # type: ignore[call-arg]
+                    left_s = patience.left_s()
+                    if left_s <= 0 or not may_pass(error):
+                        raise
+                    if left_s <= self._patience_s - SAY_AFTER_S:
+                        self._say(error, left_s, asyncio.get_running_loop().time())
+                    await asyncio.sleep(min(left_s, pause_s(failure_count)))
 
     def _say(self, error: BaseException, left_s: float, now_s: float) -> None:
         """Log the wait once for all calls that wait for the same broker."""

@@ -7,6 +7,7 @@ import pickle
 import random
 import socket
 import ssl
+import time
 from urllib.parse import quote
 
 import pytest
@@ -296,6 +297,30 @@ async def test_patience_is_seconds_in_all_also_when_retries_nest() -> None:
     # Then the time was not multiplied by the nesting
     assert call_count > 2
     assert asyncio.get_running_loop().time() - started_s < 0.6
+
+
+async def test_a_loop_that_stood_still_does_not_take_the_broker_for_silent() -> None:
+    # Given a wait of half a second, in the middle of which this process is stopped for longer than patience lasts
+    loop = asyncio.get_running_loop()
+    answers = iter((None, b"answer"))
+
+    async def do() -> bytes:
+        answer = next(answers)
+        try:
+            async with asyncio.timeout(0.5):
+                return answer or await loop.create_future()
+        except TimeoutError as error:
+            raise exceptions.TimeoutError("Timeout reading") from error
+
+    async def fail(error: Exception) -> None:
+        return None
+
+    loop.call_later(0.1, time.sleep, 1.5)
+    # Then it asks again; a broker that is silent for all of this is told as ever
+    assert await PatientRetry(0.3).call_with_retry(do, fail) == b"answer"
+    answers = iter((None, b"answer"))
+    with pytest.raises(exceptions.TimeoutError):
+        await PatientRetry(0.3).call_with_retry(do, fail)
 
 
 def test_who_waits_leaves_the_random_state_of_a_trainer_as_it_was() -> None:
