@@ -26,6 +26,7 @@ from typing import Any
 from ...fabric.contract.errors import ConfigError, EnvironmentFailed, FabricError
 from .base import time_limit
 from .confinement import Confinement
+from .holder import NOT_RUN, REFUSED
 from .process_main import TEXT_LENGTH_MAX, TRACEBACK_LENGTH_MAX
 from .room import Share
 from .spawn import ANSWER_BYTES_MAX, Program, spawn
@@ -267,6 +268,8 @@ class EnvironmentProcess:
         how = "closed its channel" if code is None else f"exited with code {code}"
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
+        elif code in (REFUSED, NOT_RUN):  # the holder's: what it said is the cause
+            how += f" ({self.said.tail.strip().rpartition(chr(10))[2][:TEXT_LENGTH_MAX]})"
         told = f"{what}: its process {how}"
         return EnvironmentFailed(
             told, reason="crashed", exit_code=code, traceback=f"{told}. It printed last:\n{self.said.tail}"

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -281,13 +282,23 @@ async def test_memory_beyond_its_bound_is_its_own_error(captor: Captor) -> None:
         (f"bad={sys.executable}:rollfab_no_such_package:World", {}, "environment 'bad': cannot be loaded: No module"),
         (f"bad={sys.executable}:{WORLDS}:Nobody", {}, "environment 'bad': cannot be loaded: .*Nobody"),
         (f"bad={WORLDS}:Captive", {"levels": 3}, r"does not take the options {'levels': 3}: .*levels"),
-        ("bad=/bin/false:some.module:World", {}, "environment 'bad': load: its process exited with code 1"),
+        ("bad=/bin/false:some.module:World", {}, "environment 'bad': load: its process exited with code 1$"),
     ],
 )
 async def test_what_cannot_be_opened_says_why(pair: str, options: dict[str, Any], text: str) -> None:
     async with Registry([pair]) as registry:
         with pytest.raises((ConfigError, EnvironmentFailed), match=text):
             await registry.open("bad", options)
+
+
+async def test_an_interpreter_that_cannot_be_run_is_named_with_the_cause(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/no/such/interpreter\n")
+    python.chmod(0o755)
+    says = f"load: its process exited with code 126 ({python} cannot be run: No such file or directory)"
+    async with Registry([f"bad={python}:some.module:World"]) as registry:
+        with pytest.raises(EnvironmentFailed, match=re.escape(says)):
+            await registry.open("bad", {})
 
 
 async def test_none_is_started_that_cannot_be_held(captor: Captor, monkeypatch: pytest.MonkeyPatch) -> None:
