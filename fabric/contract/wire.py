@@ -39,6 +39,8 @@ from .sides import ALIGNMENT, packed, unpacked
 MAGIC = b"rf"
 HEADER = struct.Struct("<2sBBI")
 NEXT_STEP = "send a reference instead, or raise the limit"
+PLAIN = "give plain texts, numbers of at most 64 bits, lists and dicts with texts as keys, none of numpy or torch"
+FLAT = "let it be flatter, at most 254 deep"
 PADDING = [b"\0" * count for count in range(ALIGNMENT)]
 SPACES = [b" " * count for count in range(ALIGNMENT)]
 ARRAY_DTYPES: dict[str, np.dtype[Any]] = {code: np.dtype(f"<{code}") for code in ("i4", "i8", "f4", "u1", "u8")}
@@ -209,7 +211,7 @@ def dump_json(value: Any) -> bytes:
     """Write plain values as JSON bytes, dataclasses included.
 
     Raises:
-        InputError: NaN or infinity, or a type that JSON has no word for.
+        InputError: NaN or infinity, or a type that JSON has no word for; it names the place.
     """
     try:
         data = orjson.dumps(value)
@@ -219,7 +221,20 @@ def dump_json(value: Any) -> bytes:
             check_finite(value)
         return data
     except (TypeError, RecursionError) as error:
-        raise InputError(f"value cannot be sent as JSON: {error}") from error
+        is_deep = "ecursion" in str(error)  # then every part may be at fault
+        path = "value" if is_deep else _place_of_fault(value)
+        raise InputError(f"{path} cannot be sent as JSON: {error}: {FLAT if is_deep else PLAIN}", path=path) from error
+
+
+def _place_of_fault(value: Any, path: str = "value") -> str:
+    """Return the place of what cannot be sent as JSON: of a value, or of the dict that has such a key."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, part in parts:
+        try:
+            orjson.dumps(part)
+        except TypeError:
+            return _place_of_fault(part, f"{path}.{key!s:.60}" if isinstance(value, dict) else f"{path}[{key}]")
+    return path
 
 
 def _none_count(value: Any) -> int:

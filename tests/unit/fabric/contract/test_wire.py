@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,8 +103,23 @@ def test_the_oldest_span_is_the_policy_version() -> None:
 def test_json_that_is_none_is_refused() -> None:
     with pytest.raises(WireError):
         load_json(b"{")
-    with pytest.raises(InputError):
-        dump_json({"a": object()})
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (
+            {"a": {"b": [1, np.int64(3)]}},
+            r"^value.a.b\[1\] cannot be sent as JSON: .*numpy.int64: give plain",
+        ),
+        ({"a": 2**70}, "^value.a cannot be sent as JSON: Integer exceeds 64-bit range: give plain"),
+        ({"a": {1: 2}}, "^value.a cannot be sent as JSON: Dict key must be str: give plain .* texts as keys"),
+        (functools.reduce(lambda inner, _: [inner], range(9000), 1), "^value cannot .* let it be flatter, at most 254"),
+    ],
+)
+def test_what_json_has_no_word_for_is_told_with_its_place(value: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        dump_json(value)
 
 
 def test_a_payload_above_its_limit_names_itself() -> None:
