@@ -132,7 +132,8 @@ def _found(error: Mapping[str, Any], body: Any) -> dict[str, str]:
         *where, character = error["loc"]
         why = error.get("ctx", {}).get("error", error["msg"])
         return {"at": ".".join(where), "message": no_json(body[:character] if isinstance(body, str) else "", why)}
-    return {"at": ".".join(map(str, error["loc"]))[:AT_LENGTH_MAX], "message": error["msg"]}
+    told = error["msg"].removeprefix("Value error, ")  # before what our own schemas say
+    return {"at": ".".join(map(str, error["loc"]))[:AT_LENGTH_MAX], "message": told}
 
 
 def no_json(before: str, why: str) -> str:

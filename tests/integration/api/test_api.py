@@ -754,5 +754,7 @@ async def test_dead_letters_are_counted_by_cause_and_retried_or_discarded_by_it(
 
     for wrong in ({}, {"all": True, "trajectory_ids": ["g1.0"]}, {"trajectory_ids": ["a"], "cause": "x"}, {"al": True}):
         assert (await post("retry", 422, **wrong))["error"] == "InputError"
+    said = (await post("retry", 422))["message"]
+    assert said == "the request cannot be used: body: say which: trajectory_ids, or all"
     gone = await api.http.post("v1/runs/nope/dead-letters/retry", json={"all": True})
     assert (gone.status_code, gone.json()["error"]) == (404, "RunUnknown")
