@@ -120,12 +120,20 @@ class Cause:
 
 
 # Of these, somebody may be there who is slow.
-MISSING = frozenset({"nothing_started", "no_controller", "no_worker", "no_agent", "no_reward_worker"})
+MISSING = frozenset(
+    (
+        *("nothing_started", "no_controller", "no_worker", "no_agent", "no_reward_worker"),
+        *("other_model", "other_environment", "other_reward"),
+    )
+)
 
 
 def is_well(causes: Sequence[Cause]) -> bool:
     """Tell whether none of the causes has to be mended or to pass."""
     return all(cause.is_well for cause in causes)
+
+
+Fits = Callable[[WorkerInfo], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +160,14 @@ class Scene:
     bad_rows: Sequence[BadRow] = ()
     gone: Mapping[str, tuple[WorkerInfo, int]] = field(default_factory=dict)
 
-    def silent(self, roles: Sequence[str]) -> dict[str, int]:
-        """Return who of these roles was heard of at all, with the age of the last heartbeat, ms."""
-        heard = {**self.gone, **self.workers}
-        return {name: age_ms for name, (info, age_ms) in heard.items() if info.role in roles}
+    def silent(self, roles: Sequence[str], fits: Fits | None = None) -> dict[str, int]:
+        """Return who of these roles was heard of at all, with the age of the last heartbeat, ms.
+
+        fits: who is meant; of whom the controller has forgotten nobody knows whether he is.
+        """
+        heard = {name: row for name, row in self.workers.items() if fits is None or fits(row[0])}
+        forgotten = {name: row for name, row in self.gone.items() if name not in self.workers}
+        return {name: age_ms for name, (info, age_ms) in {**forgotten, **heard}.items() if info.role in roles}
 
     @cached_property
     def by_role(self) -> Mapping[str, list[WorkerInfo]]:
@@ -267,7 +279,15 @@ class _View:
     def has_reward(self) -> bool:
         """Whether a reward worker is there that knows the run's function; one that does not say what it knows may."""
         workers = self.scene.by_role.get("reward", ())
-        return any(not each.rewards or self.config.reward in each.rewards for each in workers)
+        return any(map(self.is_of_reward, workers))
+
+    def is_of_reward(self, info: WorkerInfo) -> bool:
+        """Tell whether a reward worker knows the run's function, as far as it says what it knows."""
+        return not info.rewards or self.config.reward in info.rewards
+
+    def is_of_model(self, info: WorkerInfo) -> bool:
+        """Tell whether a worker holds the run's model."""
+        return is_same_model(info.model or "", info.model_digest, self.config.model, self.config.model_digest)
 
     @property
     def is_in_environment(self) -> bool:
@@ -293,9 +313,9 @@ class _View:
     def cause(self, code: str, text: str, step: str = "", *, kind: Kind | None = None) -> Cause:
         return Cause(code=code, kind=kind or CODES[code][0], text=text, step=step)
 
-    def missing(self, code: str, roles: Sequence[str], text: str, step: str) -> Cause:
-        """Make the cause where nobody of these roles is connected; who was heard of a moment ago may only be slow."""
-        ages = {name: age_ms for name, age_ms in self.scene.silent(roles).items() if age_ms < RECENT_MS}
+    def missing(self, code: str, roles: Sequence[str], text: str, step: str, fits: Fits | None = None) -> Cause:
+        """Make the cause where nobody of these roles that fits is connected; who was there may only be slow."""
+        ages = {name: age_ms for name, age_ms in self.scene.silent(roles, fits).items() if age_ms < RECENT_MS}
         if not ages:
             return self.cause(code, text, step)
         named = f"{_names(ages)} {'was' if len(ages) == 1 else 'were'} heard of {min(ages.values()) / 1000:.0f} s ago"
@@ -507,7 +527,8 @@ def _no_worker(view: _View) -> Iterator[Cause]:
     else:
         models = list(dict.fromkeys(each.model or "none" for each in others))
         text = f"no worker holds the model {model!r} of {view.name}: they hold {_names(models)}"
-    yield view.cause("other_model", text, f"{step}, or give the run the model that they hold")
+    step = f"{step}, or give the run the model that they hold"
+    yield view.missing("other_model", ROLLOUT_ROLES, text, step, view.is_of_model)
 
 
 def _cannot_sample(view: _View) -> Iterator[Cause]:
@@ -655,7 +676,9 @@ def _agent(view: _View) -> Iterator[Cause]:
     elif not view.agents:
         offered = sorted({name for each in agents for name in each.environments})
         text = f"no agent offers environment {environment!r} of {view.name}: offered are {_names(offered)}"
-        yield view.cause("other_environment", text, step)
+        yield view.missing(
+            "other_environment", ("agent",), text, step, lambda each: view.config.environment in each.environments
+        )
     elif all(_is_refusing(view, each) for each in view.agents):
         first, error = view.agents[0].worker_id, view.agents[0].error or ""
         text = f"no agent can serve {view.name}. {_plain(first)}: {_plain(error[error.index(_refusal(view)) :])}"
@@ -703,7 +726,8 @@ def _reward(view: _View) -> Iterator[Cause]:
         yield view.missing("no_reward_worker", ("reward",), f"{text}, and no reward worker is connected", step)
         return
     offered = sorted({name for each in workers for name in each.rewards})
-    yield view.cause("other_reward", f"{text}, and no reward worker offers it: offered are {_names(offered)}", step)
+    text = f"{text}, and no reward worker offers it: offered are {_names(offered)}"
+    yield view.missing("other_reward", ("reward",), text, step, view.is_of_reward)
 
 
 def _is_full(view: _View) -> bool:

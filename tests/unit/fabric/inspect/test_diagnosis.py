@@ -418,6 +418,33 @@ def test_who_was_heard_of_a_moment_ago_may_only_be_slow(roles: tuple[str, ...], 
         assert said in cause.text and cause.step.startswith("Wait a moment") == (kind == "passing")
 
 
+@pytest.mark.parametrize(
+    ("run", "slow", "others", "code"),
+    [
+        (status(4), AGENT, (WORKER, replace(AGENT, worker_id="a2", environments=["b"])), "other_environment"),
+        (status(4), WORKER, (AGENT, replace(WORKER, worker_id="w2", model="small")), "other_model"),
+        (
+            status(0, 0, 5, config=REWARDED),
+            replace(REWARD, rewards=["judge"]),
+            (AGENT, WORKER, replace(REWARD, worker_id="j2", rewards=["length"])),
+            "other_reward",
+        ),
+    ],
+)
+def test_who_alone_could_do_it_and_was_heard_of_a_moment_ago_may_only_be_slow(
+    run: RunStatus, slow: WorkerInfo, others: tuple[WorkerInfo, ...], code: str
+) -> None:
+    seen = scene(run, CONTROLLER, slow, *others, leases=HELD)
+    for age_ms, kind in ((7_000, "passing"), (31_000, "stuck")):
+        (cause,) = (
+            each
+            for each in diagnose(replace(seen, workers={**seen.workers, slow.worker_id: (slow, age_ms)}), "r1")
+            if each.code == code
+        )
+        assert cause.kind == kind
+        assert cause.text.endswith(f"; {slow.worker_id} was heard of 7 s ago") == (kind == "passing")
+
+
 @pytest.mark.parametrize(("age_ms", "kind"), [(7_000, "passing"), (31_000, "stuck")])
 async def test_whom_the_controller_has_forgotten_of_late_may_only_be_slow(age_ms: int, kind: str) -> None:
     # Given an agent that the controller took off the board 1 s ago
