@@ -244,8 +244,8 @@ class AgentSession:
             raise EnvironmentFailed(f"it ended {self._unanswered}", reason="play")
         if self._reward is None and self._run.reward is None:
             raise EnvironmentFailed(
-                f"it ended without a reward, and run {self._run.run_id} has no reward function: return a number, or "
-                "give the session one",
+                f"it ended without a reward, and run {self._run.run_id} has no reward function: return a number "
+                "(a command: print an object with its reward as the last line), or give the session one",
                 reason="play",
             )
         return {

@@ -401,18 +401,32 @@ class Command:
             with open(place, "w") as file:
                 json.dump(task, file)
             variables = {**os.environ, **own, "ROLLFAB_TASK": place, "ROLLFAB_DIRECTORY": scratch}
-            none, pipe, last = subprocess.DEVNULL, subprocess.PIPE, b""
+            none, pipe = subprocess.DEVNULL, subprocess.PIPE
             with subprocess.Popen(self._words, env=variables, stdin=none, stdout=pipe) as process:
-                while line := process.stdout.readline(LINE_BYTES_MAX):  # type: ignore[union-attr]
-                    last = line
-                    os.write(sys.stdout.fileno(), line)
+                last, is_cut = last_line(process.stdout)
         if process.returncode:
             raise RuntimeError(f"{self._words[0]} ended with code {process.returncode}")
+        if is_cut and last.startswith(b"{"):
+            told = f"the last line that it printed has more than {LINE_BYTES_MAX:,} bytes: say less in its info"
+            raise Refused("answer", told)
         try:
             answer = json.loads(last)
         except ValueError:
             return None
         return answer if isinstance(answer, dict) else None
+
+
+def last_line(output: Any) -> tuple[bytes, bool]:
+    """Pass what a command prints on, to be logged; return its last line that is not empty, and whether that was cut."""
+    last, is_cut, is_begun = b"", False, False
+    while piece := output.readline(LINE_BYTES_MAX):
+        os.write(sys.stdout.fileno(), piece)
+        if is_begun:
+            is_cut = True
+        elif piece.strip():
+            last, is_cut = piece, False
+        is_begun = not piece.endswith(b"\n")
+    return last, is_cut
 
 
 def find_environment(target: str) -> Any:

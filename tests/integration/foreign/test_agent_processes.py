@@ -98,6 +98,28 @@ async def test_a_command_is_an_agent(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize(
+    ("printed", "reward"),
+    [
+        ("'x' * 3_000_000 + '\\n{\"reward\": 0.5}'", 0.5),
+        ("'{\"reward\": 0.5}\\n\\n \\n'", 0.5),
+        ("'{\"reward\": 0.5}\\n1'", None),
+        ("'x' * 3_000_000", None),
+    ],
+)
+async def test_the_last_line_of_a_command_that_is_not_empty_is_its_answer(printed: str, reward: float | None) -> None:
+    command = shlex.join([sys.executable, "-c", f"print({printed})"])
+    async with Registry([f"line=command:{command}"]) as registry:
+        assert (await play(registry, "line", {})).reward == reward
+
+
+async def test_an_answer_of_a_command_that_is_too_long_is_told_and_not_passed_over() -> None:
+    text = "import json; print(json.dumps({'reward': 1, 'info': {'log': 'y' * 3_000_000}}))"
+    async with Registry([f"line=command:{shlex.join([sys.executable, '-c', text])}"]) as registry:
+        with pytest.raises(EnvironmentFailed, match="printed has more than 1,048,576 bytes: say less in its info"):
+            await play(registry, "line", {})
+
+
+@pytest.mark.parametrize(
     ("line", "told"),
     [("", "no such command"), ("no-such-command-here x", "no such command"), ("'x", "no command line")],
 )
