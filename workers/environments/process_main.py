@@ -22,12 +22,13 @@ import json
 import os
 import re
 import resource
+import select
 import shlex
 import struct
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 LENGTH = struct.Struct(">I")
@@ -44,6 +45,8 @@ CHAT = ("messages", "tools")
 COMMAND = "!"
 TASKSET = "@"
 LINE_BYTES_MAX = 1 << 20
+LOOK_S = 0.05  # between two looks whether a command has ended
+PIPE_BYTES = 1 << 16  # that a pipe holds
 ADDRESS = re.compile(r"<.+ at 0x[0-9a-f]+>", re.DOTALL)  # how Python shows what has no text of its own
 GIVEN = ("task", "seed", "client", "base_url", "key")  # what an agent may take, by the names of its parameters
 AGENT_ADVICE = "; if it is an agent, write `async def`: others are made with the run's options, and have reset and step"
@@ -391,11 +394,13 @@ class Command:
 
     def __call__(self, task: dict[str, Any], seed: int, base_url: str, key: str) -> Any:
         """Run the command to its end."""
+        import shutil
         import subprocess
         import tempfile
 
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "ROLLFAB_SEED": str(seed)}
-        with tempfile.TemporaryDirectory() as directory:
+        directory = tempfile.mkdtemp()
+        try:
             place, scratch = os.path.join(directory, "task.json"), os.path.join(directory, "scratch")
             os.mkdir(scratch)
             with open(place, "w") as file:
@@ -403,7 +408,9 @@ class Command:
             variables = {**os.environ, **own, "ROLLFAB_TASK": place, "ROLLFAB_DIRECTORY": scratch}
             none, pipe = subprocess.DEVNULL, subprocess.PIPE
             with subprocess.Popen(self._words, env=variables, stdin=none, stdout=pipe) as process:
-                last, is_cut = last_line(process.stdout)
+                last, is_cut = last_line(pieces_of(process))
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)  # what it left in the background may still write there
         if process.returncode:
             raise RuntimeError(f"{self._words[0]} ended with code {process.returncode}")
         if is_cut and last.startswith(b"{"):
@@ -416,10 +423,35 @@ class Command:
         return answer if isinstance(answer, dict) else None
 
 
-def last_line(output: Any) -> tuple[bytes, bool]:
+def pieces_of(process: Any) -> Iterator[bytes]:
+    """Yield what a command prints, by lines or parts of long ones, until it has ended.
+
+    What it has left in the background may hold its output open for ever, and is not waited for.
+    """
+    descriptor, rest, left = process.stdout.fileno(), b"", PIPE_BYTES
+    while left > 0:
+        has_ended = process.poll() is not None  # before the look: what it has printed by then is in the pipe
+        if not select.select([descriptor], [], [], 0 if has_ended else LOOK_S)[0]:
+            if has_ended:
+                break
+            continue
+        data = os.read(descriptor, LINE_BYTES_MAX)
+        if not data:
+            break
+        left -= len(data) if has_ended else 0  # no pipe holds more; who is left may print for ever
+        *lines, rest = (rest + data).split(b"\n")
+        lines = [line + b"\n" for line in lines]
+        if len(rest) >= LINE_BYTES_MAX:
+            lines, rest = [*lines, rest], b""
+        yield from lines
+    if rest:
+        yield rest
+
+
+def last_line(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
     """Pass what a command prints on, to be logged; return its last line that is not empty, and whether that was cut."""
     last, is_cut, is_begun = b"", False, False
-    while piece := output.readline(LINE_BYTES_MAX):
+    for piece in pieces:
         os.write(sys.stdout.fileno(), piece)
         if is_begun:
             is_cut = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import subprocess
@@ -110,6 +111,15 @@ async def test_the_last_line_of_a_command_that_is_not_empty_is_its_answer(printe
     command = shlex.join([sys.executable, "-c", f"print({printed})"])
     async with Registry([f"line=command:{command}"]) as registry:
         assert (await play(registry, "line", {})).reward == reward
+
+
+@pytest.mark.parametrize("left", ["sleep 100", "while true; do echo x >&2; sleep 0.01; done", "yes"])
+async def test_what_a_command_leaves_in_the_background_does_not_hold_its_episode(left: str) -> None:
+    ends = "" if left == "yes" else "print('{\"reward\": 1}')"
+    text = f"import subprocess; subprocess.Popen({left!r}, shell=True); {ends}"
+    async with Registry([f"line=command:{shlex.join([sys.executable, '-c', text])}"]) as registry:
+        async with asyncio.timeout(30):
+            assert (await play(registry, "line", {})).reward == (1.0 if ends else None)
 
 
 async def test_an_answer_of_a_command_that_is_too_long_is_told_and_not_passed_over() -> None:
