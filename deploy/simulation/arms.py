@@ -171,5 +171,10 @@ ARMS: dict[str, Arm] = {
     "no-move": Arm(text="ours; turns never leave in the middle", lender=lambda: Planned(drains=True)),
     "no-reserve": Arm(text="ours; no reserve for arrivals", lender=Planned, policy=no_reserve),
     "no-pace": Arm(text="ours; the whole pace is used up", lender=Planned, policy=no_pace),
+    "ours-tails": Arm(
+        text="ours-advised, whose trainer puts tails off as RollPacker does",
+        lender=lambda: Planned(is_followed=True),
+        puts_tails_off=True,
+    ),
     "ours-async": Arm(text="ours, rollouts one step ahead", lender=Planned, is_ahead=True),
 }

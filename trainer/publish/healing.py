@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 TEND_S = 5.0  # how long a silent publisher counts as living
+TELL_S = 60.0  # between two words of why nothing is looked after
 REPORT_BYTES_MAX = 64 << 20  # read in one tick for reports
 REPORT_BYTES_MIN = 1 << 20  # after lies
 REPORT_BYTES_BACK = 1 << 20  # a tick without reports gives back so many
@@ -68,6 +69,7 @@ class Healing:
         self._round: AsyncIterator[tuple[int, Wound | None]] | None = None
         self._retry_s, self._retry_at_s = TICK_S, 0.0
         self._task: asyncio.Task[None] | None = None
+        self._told = ("", 0.0)  # why nothing was looked after, and when that was said
 
     def start(self) -> None:
         """Run in a task of the running loop, until `close`; further calls change nothing."""
@@ -85,10 +87,17 @@ class Healing:
             try:
                 await self.look()
             except FabricError as error:
-                log.warning("weights.not_looked_after", extra={"run_id": self._run_id, "error": str(error)})
+                self._tell(error)
             except Exception:  # publishing goes on without us: log it, and try again
                 log.exception("weights.healing_failed", extra={"run_id": self._run_id})
             await self._clock.sleep(TICK_S)
+
+    def _tell(self, error: FabricError) -> None:
+        """Log why nothing is looked after: at once, and then once in TELL_S while it stays so."""
+        now_s, text = self._clock.now_s(), type(error).__name__
+        if text != self._told[0] or now_s - self._told[1] >= TELL_S:
+            self._told = (text, now_s)
+            log.warning("weights.not_looked_after", extra={"run_id": self._run_id, "error": str(error)})
 
     async def look(self) -> None:
         """Look into the reports, read a share of the held versions, heal damage.
