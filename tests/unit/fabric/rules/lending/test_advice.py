@@ -74,17 +74,6 @@ def once(workers: list[WorkerFacts], runs: list[RunFacts], before: Advice | None
 # ---------------------------------------------------------------- who is spared
 
 
-@pytest.mark.parametrize(("load", "count"), [(0.0, 7), (0.5, 7), (1.0, 6), (1.6, 5), (2.6, 4), (4.1, 1), (9.0, 0)])
-def test_so_many_carry_a_steady_load_that_each_keeps_a_margin(load: float, count: int) -> None:
-    assert len(after(load).spared) == count
-
-
-@pytest.mark.parametrize("load", [0.0, 0.3, 2.0])
-def test_a_worker_alone_carries_its_load_and_an_empty_pool_gets_no_advice(load: float) -> None:
-    assert after(load, count=1).spared == ()
-    assert once([], [RUN]) == {}
-
-
 def test_workers_begin_to_return_within_a_second_of_a_rise_and_stay_for_its_echo() -> None:
     calm = after(1.6)
     assert len(calm.spared) == 5
@@ -151,17 +140,6 @@ def test_pools_do_not_carry_for_each_other() -> None:
     assert extra_requests(advice) == dict.fromkeys(advice["chat"].spared, 9)  # 4, twice its root, and one
 
 
-def test_prompts_that_pile_up_bring_workers_back() -> None:
-    advice = after(1.8)
-    for _ in range(20):
-        facts = [
-            each if each.worker_id in advice.spared else replace(each, load_fraction=3.0)
-            for each in obeys(pool(), 1.8, advice)
-        ]
-        advice = once(facts, [RUN], advice)["chat"]
-    assert not advice.spared
-
-
 def test_a_burst_reaches_spared_workers_by_the_advice_as_it_is() -> None:
     advice = after(1.8)
     usual = obeys(pool(), 1.8, advice)
@@ -206,14 +184,6 @@ def test_whom_a_router_spares_is_lent_alone_and_whoever_carries_is_not() -> None
     risen = after(4.5, 2.0, advice)
     found = {each.worker_id: each.is_spared for each in followed(obeys(pool(), 4.5, risen), {"chat": risen})}
     assert {found[name] for name in set(risen.extra) - set(risen.spared)} == {None}
-
-
-def test_a_burst_alone_ends_no_belief_in_the_router() -> None:
-    assert after(6.0, 1.0, after(1.8)).is_followed
-
-
-def test_nobody_is_believed_to_follow_where_nothing_is_served() -> None:
-    assert not after(0.0).is_followed
 
 
 @pytest.mark.parametrize("open_count", [1, 0])

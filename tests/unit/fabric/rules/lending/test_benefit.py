@@ -61,13 +61,6 @@ def test_a_lease_is_begun_only_where_it_makes_up_for_a_prefix_computed_twice(spe
     assert not is_worth(borrowed(), speed, backlog(100 + more, 100), RULE)
 
 
-def test_demand_that_hovers_begins_no_lease_and_ends_none() -> None:
-    # Given a worker of half the speed, and demand around eight trajectories more than a hundred slots
-    for open_count in range(109, 118):
-        assert not is_worth(borrowed(), 0.5, backlog(open_count, 100), RULE)
-        assert is_worth(borrowed(is_lent=True), 0.5, backlog(open_count, 100), RULE)
-
-
 def test_beside_slots_as_slow_as_its_own_a_worker_keeps_nothing_from_faster_ones() -> None:
     slow = Backlog(open_count=101, slot_count=100, speed=50.0, fastest=0.5)
     assert is_worth(borrowed(is_lent=True), 0.5, slow, RULE)

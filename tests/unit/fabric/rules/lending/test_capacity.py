@@ -64,33 +64,6 @@ def test_a_worker_without_slots_says_so_whatever_its_team_says() -> None:
     assert plan([off], [run()], RULE)[0].reason == "off, said by ann"
 
 
-@pytest.mark.parametrize(
-    ("workers", "runs", "served"),
-    [
-        pytest.param(
-            [worker(f"d{index}") for index in range(4)],
-            [run("r1", weight=3.0, open_count=99), run("r2", weight=1.0, open_count=99)],
-            ["r1", "r1", "r1", "r2"],
-            id="by weight",
-        ),
-        pytest.param(
-            [worker(f"d{index}", run_id="r1") for index in range(3)],
-            [run(name, open_count=99) for name in ("r1", "r2", "r3")],
-            ["r1", "r2", "r3"],
-            id="no run is left without one",
-        ),
-    ],
-)
-def test_runs_share_dedicated_workers(workers: list[WorkerFacts], runs: list[RunFacts], served: list[str]) -> None:
-    assert sorted(str(grant.run_id) for grant in plan(workers, runs, RULE)) == served
-
-
-def test_a_worker_keeps_its_run_while_that_has_work() -> None:
-    workers = [worker("d0", run_id="r2"), worker("d1", run_id="r1")]
-    runs = [run("r1", open_count=99), run("r2", open_count=99)]
-    assert [grant.run_id for grant in plan(workers, runs, RULE)] == ["r2", "r1"]
-
-
 facts = st.builds(
     WorkerFacts,
     worker_id=st.uuids().map(str),

@@ -85,16 +85,6 @@ def test_a_team_that_switches_off_and_on_again_need_not_wait() -> None:
     assert (grant.reason, grant.is_for_serving) == ("s: off, said by ann", False)
 
 
-def test_a_lent_worker_that_is_not_needed_goes_back_after_a_while() -> None:
-    dedicated = WorkerFacts(worker_id="d", model="m", slot_count=8)
-
-    def last(**facts: object) -> Grant:
-        return plan([dedicated, serving(is_lent=True, **facts)], [run(5)], RULE)[-1]
-
-    assert last(doubt_s=RULE.take_back_after_s - 0.1).is_doubted
-    assert last(doubt_s=RULE.take_back_after_s).slot_count == 0
-
-
 def test_a_slow_worker_gives_its_stragglers_back_when_others_have_room() -> None:
     dedicated = WorkerFacts(worker_id="d", model="m", slot_count=8)
     slow = serving(is_lent=True, open_fraction=0.3)

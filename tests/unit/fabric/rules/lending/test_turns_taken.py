@@ -203,12 +203,6 @@ def test_workers_that_can_be_divided_never_change_hands() -> None:
     assert live(pool(6), {"a": 3.0, "b": 2.0, "c": 1.0}, seconds=HOUR_S / 4).stays == []
 
 
-def test_workers_of_different_sizes_come_out_by_weight_too() -> None:
-    workers = [WorkerFacts(worker_id=f"d{n}", model="m", slot_count=slots) for n, slots in enumerate((64, 8, 16))]
-    hour = live(workers, {"a": 1.0, "b": 1.0})
-    assert hour.served["a"] / hour.served["b"] == pytest.approx(1.0, rel=0.05)
-
-
 @pytest.mark.parametrize("speed", [0.25, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_workers_of_different_speeds_come_out_by_weight_too(speed: float) -> None:
     # Given fast workers that the first run has, and more slow ones
@@ -329,12 +323,6 @@ def test_runs_whose_work_comes_and_goes_are_both_served() -> None:
     hour = live(pool(1), {"a": 1.0, "b": 1.0}, open_count=open_count)
     assert min(hour.served.values()) / sum(hour.served.values()) > 0.15
     assert hour.idle_s == 0
-
-
-def test_a_run_is_not_given_more_slots_than_it_has_work_for_while_another_waits() -> None:
-    counts = {"a": 5, "b": 100}
-    hour = live(pool(2), {"a": 10.0, "b": 1.0}, open_count=lambda run_id, now_s: counts[run_id], seconds=300)
-    assert hour.served["b"] >= 8 * 299
 
 
 def test_a_worker_leaves_a_run_that_has_no_use_for_it_at_once() -> None:

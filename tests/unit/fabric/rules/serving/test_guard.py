@@ -33,10 +33,6 @@ def running(token_count: int, behind_s: float) -> RunningRequest:
     return RunningRequest(first_token_at_s=NOW - behind_s, token_count=token_count, context_tokens=100)
 
 
-def test_all_rollout_tokens_run_beside_an_engine_that_has_nothing_to_do() -> None:
-    assert decide(facts(serving()), RULE).step_tokens is None
-
-
 def test_nothing_runs_without_a_probe_or_with_one_that_shows_no_life() -> None:
     silent = replace(serving(), seen_at_s=NOW - 0.3)
 

@@ -30,22 +30,6 @@ def at(uses: Iterable[float], **facts: Any) -> MemoryState:
     return after(MemoryState(), uses, **facts)[-1]
 
 
-def test_all_is_lent_beside_an_engine_that_needs_little() -> None:
-    assert (at([0.3]).kv_tokens_max, at([0.3]).reason) == (8000, "")
-
-
-def test_an_engine_that_needs_much_from_the_start_lends_nothing_until_it_has_been_quiet() -> None:
-    assert at([0.9]).kv_tokens_max == 0
-    assert at([0.9, *[0.5] * 10]).kv_tokens_max == 0
-    assert at([0.9, *[0.5] * 30]).kv_tokens_max > 0
-
-
-def test_an_engine_that_always_stands_between_the_marks_lends_all_the_same() -> None:
-    # a cache of their own takes nothing from it
-    assert (at([0.75]).kv_tokens_max, at([0.75]).reason) == (8000, "")
-    assert at([0.75] * 100, memory_fraction_max=0.5).kv_tokens_max == 4000
-
-
 def test_pressure_halves_what_rollouts_hold_at_once_and_again_while_it_goes_on() -> None:
     # Given rollouts that hold little of what they may
     quiet = at([0.3], rollout_tokens=2000)

@@ -21,7 +21,7 @@ from rollfab.fabric.rules.serving.step_time import (
     predict,
     refit,
 )
-from tests.support.simulated import COST, SERVING_COST
+from tests.support.simulated import SERVING_COST
 
 CAUTIOUS = cold(0.05, 2e-4, 2e-3)
 WORKS = st.builds(
@@ -147,15 +147,6 @@ def test_a_lasting_change_of_speed_is_followed_within_fifty_steps(slower: float)
     # Then
     assert median(errors[:5]) > 0.3  # it had to be learned
     assert median(errors[50:]) < 0.05
-
-
-def test_another_model_under_it_is_followed() -> None:
-    # Given
-    model, _ = followed(CAUTIOUS, 1, 300)
-    # When
-    _, errors = followed(model, 2, 200, cost=COST)
-    # Then
-    assert median(errors[50:]) < 0.08
 
 
 def test_steps_beside_rollouts_tell_the_interference_and_leave_the_model_alone() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -62,33 +61,9 @@ def test_the_plan_is_the_cheapest_way(have: int | None, goal: int, expected: lis
     assert [step.version for step in plan(have, goal, CHAIN)] == expected
 
 
-def test_a_keyframe_is_taken_where_the_deltas_are_more_bytes() -> None:
-    links = [link(0, size=100), link(1, 0, size=60), link(2, 1, size=60), link(2, size=100)]
-
-    assert [step.kind for step in plan(0, 2, links)] == [KEYFRAME]
-    assert [step.kind for step in plan(1, 2, links)] == [DELTA]
-
-
-def test_a_link_that_skips_versions_is_taken_where_it_is_cheaper() -> None:
-    links = [*CHAIN, link(5, 1, size=15)]
-
-    assert [(step.base_version, step.version) for step in plan(1, 5, links)] == [(1, 5)]
-    assert [(step.base_version, step.version) for step in plan(4, 5, links)] == [(4, 5)]
-
-
 def test_a_gap_in_the_chain_is_an_error() -> None:
     with pytest.raises(ChainBroken, match="from version 0 to 2"):
         plan(0, 2, [link(2, 1)])
-
-
-def test_a_delta_and_jumps_may_lead_into_one_version() -> None:
-    links = [*deltas(1, 16), link(8, 0, size=30, kind=SHORT), link(16, 8, size=30, kind=SHORT)]
-    links += [link(16, 0, size=50, kind=LONG)]
-
-    assert [(step.kind, step.version) for step in plan(0, 16, links)] == [(LONG, 16)]
-    assert [(step.kind, step.version) for step in plan(8, 16, links)] == [(SHORT, 16)]
-    assert [(step.kind, step.version) for step in plan(7, 16, links)] == [(DELTA, 8), (SHORT, 16)]
-    assert [(step.kind, step.version) for step in plan(15, 16, links)] == [(DELTA, 16)]
 
 
 def test_of_ways_with_the_same_bytes_the_shorter_is_taken() -> None:
@@ -111,24 +86,6 @@ def test_a_keyframe_is_due_when_the_deltas_weigh_as_much() -> None:
 
 def spans(jumps: list[Jump]) -> list[tuple[str, int, int]]:
     return [(jump.kind, jump.base_version, jump.version) for jump in jumps]
-
-
-def test_every_eighth_delta_makes_a_jump_due() -> None:
-    links = [link(0), *deltas(1, 20)]
-
-    assert jumps_due(7, links[:8]) == []
-    assert spans(jumps_due(8, links[:9])) == [(SHORT, 0, 8)]
-    assert spans(jumps_due(20, links)) == [(SHORT, 0, 8), (SHORT, 8, 16)]
-    assert jumps_due(20, links)[0].sources == tuple(links[1:9])
-    assert spans(jumps_due(20, [*links, link(8, 0, kind=SHORT)])) == [(SHORT, 8, 16)]
-    assert jumps_due(20, [*links, link(8, 0, kind=SHORT), link(16, 8, kind=SHORT)]) == []
-
-
-def test_links_are_counted_and_not_version_numbers() -> None:
-    versions = [0, 3, 4, 9, 11, 20, 21, 30, 31]
-    links = [link(0), *(link(after, before) for before, after in pairwise(versions))]
-
-    assert spans(jumps_due(31, links[::-1])) == [(SHORT, 0, 31)]
 
 
 def test_eight_jumps_make_a_longer_one_due() -> None:
