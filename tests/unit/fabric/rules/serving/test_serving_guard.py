@@ -59,27 +59,6 @@ def warmed(guard: Guard, *, step_s: float = 0.012, count: int = 40) -> float:
     return now
 
 
-def test_what_rollout_steps_take_is_learned_from_the_steps_themselves() -> None:
-    guard = lent(PlayedProbe())
-
-    warmed(guard, step_s=0.012)
-
-    assert abs(predict(guard.models[1], WORK) - 0.012) < 0.002
-
-
-def test_serving_steps_in_whose_time_rollouts_computed_do_not_spoil_the_model_of_serving_alone() -> None:
-    probe = PlayedProbe()
-    guard, work = lent(probe), StepWork(decode_count=1, context_tokens=100)
-    for number in range(60):
-        at = 10.0 + 0.1 * number
-        guard.stepped(at, at + 0.012, WORK)
-        probe.steps = [Step(at, 0.020, work), Step(at + 0.05, 0.005, work)]  # shared, then alone
-        guard.look(at + 0.09, WORK)
-
-    assert abs(predict(guard.models[0], work) - 0.005) < 0.001
-    assert predict(guard.models[0], work, is_shared=True) > 0.010
-
-
 def test_while_it_only_observes_nothing_runs_and_what_could_be_lent_is_counted() -> None:
     guard = Guard(CONFIG, PlayedProbe())
     now = warmed(guard)
