@@ -21,7 +21,7 @@ from rollfab.fabric.chat.conversation import Answer, Ask, Conversation
 from rollfab.fabric.chat.template import ChatTemplate
 from rollfab.fabric.contract.errors import InputError, PayloadTooLarge
 from rollfab.fabric.contract.images import digest_of
-from rollfab.fabric.contract.records import Rollout, Span
+from rollfab.fabric.contract.records import Rollout
 from tests.support.tried import tried
 from tests.unit.fabric.chat.families import FAMILIES, QWEN25, Message, build_tokenizer, chat_template
 from tests.unit.fabric.chat.world import PICTURES, TOOLS, World, Wrong, image_part, png, run_world
@@ -273,17 +273,6 @@ def test_tool_calls_and_their_results_continue_with_the_reasoning_that_the_clien
     assert chat_template("qwen3").decode(ask.added_ids).startswith("\n<|im_start|>user\n<tool_response>")
 
 
-def test_the_next_question_of_a_user_branches_where_reasoning_is_dropped() -> None:
-    conversation = Conversation(chat_template("qwen3"))
-    answer = made(conversation.ask([USER]), conversation, "<think>\nhmm\n</think>\n\nyes<|im_end|>", family="qwen3")
-
-    ask = conversation.ask([USER, answer.message, MORE])
-
-    assert not ask.is_continued
-    assert "hmm" not in chat_template("qwen3").decode(ask.context_ids)
-    assert answer.message == {"role": "assistant", "content": "yes", "reasoning_content": "hmm"}
-
-
 def test_an_answer_that_is_followed_by_its_own_end_continues_without_doubling_it() -> None:
     conversation = Conversation(chat_template("glm-4.5"))
     answer = made(
@@ -380,29 +369,6 @@ def test_sub_agents_share_no_more_than_their_beginning() -> None:
     assert chat_template("qwen2.5").decode(conversation.ids(shared)) == "<|im_start|>system\nYou"
 
 
-def test_sub_agents_with_one_system_prompt_have_it_once() -> None:
-    conversation = Conversation(chat_template("qwen2.5"))
-    system = {"role": "system", "content": "You summarise. " * 50}
-    ids = []
-    for question in ("one", "two", "three"):
-        ask = conversation.ask([system, {"role": "user", "content": question}])
-        ids.append(ask.context_ids)
-        answer = made(ask, conversation, "well<|im_end|>", family="qwen2.5")
-        assert np.array_equal(conversation.ids(conversation.nodes[answer.node].parent), ask.context_ids)
-
-    record = conversation.record()
-    assert len(record["prompt_ids"]) + len(record["completion_ids"]) < len(ids[0]) + 100
-    assert [each["content"] for node in record["nodes"] for each in node.messages] == [
-        system["content"],
-        "one",
-        "well",
-        "two",
-        "well",
-        "three",
-        "well",
-    ]
-
-
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "deepseek-r1", "gpt-oss"])
 def test_a_template_that_rewrites_each_turn_stores_no_turn_twice(family: str) -> None:
     """Nearly none: a history says in other tokens what the policy said, so an answer is there as made and as told."""
@@ -426,14 +392,19 @@ def test_a_template_that_rewrites_each_turn_stores_no_turn_twice(family: str) ->
     assert message_counts[1] < 2.1 * message_counts[0]
 
 
-def test_the_same_messages_in_other_tokens_are_another_ask() -> None:
-    """A template may write the date."""
+def dated(days: list[str]) -> Conversation:
+    """A conversation whose template writes the last of these days."""
     family = FAMILIES["qwen2.5"]
-    days = ["Monday"]
     tokenizer = build_tokenizer(dataclasses.replace(family, template="{{- today }}" + family.template))
     apply = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda *facts, **words: apply(*facts, **words, today=days[-1])
-    conversation = Conversation(ChatTemplate(tokenizer))
+    return Conversation(ChatTemplate(tokenizer))
+
+
+def test_the_same_messages_in_other_tokens_are_another_ask() -> None:
+    """A template may write the date."""
+    days = ["Monday"]
+    conversation = dated(days)
     asks = [conversation.ask([USER])]
     days.append("Tuesday")
     asks.append(conversation.ask([USER]))
@@ -452,26 +423,9 @@ def test_other_tools_or_options_begin_a_path() -> None:
     assert not conversation.ask(history, None, {"enable_thinking": False}).is_continued
 
 
-def test_a_repeated_ask_has_the_same_digest_and_its_tool_calls_the_same_ids() -> None:
-    answers, digests = [], []
-    for _ in range(2):
-        conversation = Conversation(chat_template("qwen2.5"))
-        ask = conversation.ask([USER], TOOLS)
-        answers.append(made(ask, conversation, written("qwen2.5", calling()), family="qwen2.5"))
-        digests.append((ask.digest, conversation.nodes[-1].digest))
-
-    assert digests[0] == digests[1]
-    assert answers[0].message == answers[1].message
-    assert len(set(digests[0])) == 2
-
-
 def test_a_template_that_writes_the_date_branches_on_the_next_day() -> None:
-    family = FAMILIES["qwen2.5"]
     days = ["Monday"]
-    tokenizer = build_tokenizer(dataclasses.replace(family, template="{{- today }}" + family.template))
-    apply = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda *facts, **words: apply(*facts, **words, today=days[-1])
-    conversation = Conversation(ChatTemplate(tokenizer))
+    conversation = dated(days)
     answer = made(conversation.ask([USER]), conversation, "one<|im_end|>", family="qwen2.5")
     history = [USER, answer.message, MORE]
     same_day = conversation.ask(history)
@@ -480,22 +434,6 @@ def test_a_template_that_writes_the_date_branches_on_the_next_day() -> None:
 
     assert same_day.is_continued
     assert not conversation.ask(history).is_continued
-
-
-def test_spans_and_log_probabilities_stay_with_their_tokens() -> None:
-    conversation = Conversation(chat_template("qwen2.5"))
-    ask = conversation.ask([USER])
-    ids = chat_template("qwen2.5").encode("one<|im_end|>")
-    logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32)
-    span = Span(0, len(ids), "worker", 3)
-
-    node = conversation.nodes[conversation.answer(ask, ids, logprobs, [span]).node]
-
-    assert node.spans == (span,)
-    assert np.array_equal(node.logprobs, logprobs)
-    assert node.mask.tolist() == [1] * len(ids)
-    assert conversation.nodes[node.parent].mask.sum() == 0
-    assert not conversation.nodes[node.parent].logprobs.any()
 
 
 @pytest.mark.parametrize(
