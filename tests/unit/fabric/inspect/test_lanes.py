@@ -78,11 +78,6 @@ def test_a_worker_that_left_and_time_in_which_nobody_looked_have_no_stretch() ->
     assert told(two.stretches) == [(0, 1.5, "r1", 8, None), (2.5 + rest, 3 + rest, "r1", 2, None)]
 
 
-def test_nothing_is_claimed_of_a_time_before_anybody_looked() -> None:
-    (lane,) = lanes([sample(30, row("w1", 5, "r1", 8)), sample(31)], ["w1"], 0)
-    assert told(lane.stretches) == [(30, 31, "r1", 8, None)]
-
-
 def test_of_very_many_short_stretches_those_beside_one_another_are_one_with_the_most_slots() -> None:
     count = 20 * STRETCH_COUNT_MAX
     rows = [row("w1", index / 100, "r1", 1 + index % 7) for index in range(count)]
