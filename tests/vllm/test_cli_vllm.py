@@ -126,7 +126,8 @@ def test_a_worker_that_is_asked_to_stop_leaves_no_process_and_its_output_is_in_t
         assert worker.returncode == 0, errors
         core.wait(END_S)
     assert output == ""
-    begun, starting = errors.splitlines()
+    begun, starting, stopped = errors.splitlines()
+    assert stopped == "stopped by SIGTERM"
     assert begun.startswith("dedicated worker asked: connected to the broker ")
     assert starting == f"vLLM is starting; its log: {log}"
     assert log.read_text().startswith(MARK) and "EngineCore pid=" in log.read_text()

@@ -514,6 +514,20 @@ def test_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(conversation.nodes) == 2
 
 
+def test_many_small_answers_are_as_much_as_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation = Conversation(chat_template("qwen2.5"))
+    ask = conversation.ask([USER])
+    monkeypatch.setattr(module, "CONVERSATION_BYTES_MAX", 20_000)
+
+    def answer_on() -> None:
+        for number in range(1000):
+            made(ask, conversation, f"answer {number}<|im_end|>", family="qwen2.5")
+
+    with pytest.raises(PayloadTooLarge, match="20,000: end the trajectory"):
+        answer_on()
+    assert 2 < len(conversation.nodes) < 1000
+
+
 # ---------------------------------------------------------------- images
 
 

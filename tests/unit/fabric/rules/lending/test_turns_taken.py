@@ -293,6 +293,8 @@ def test_workers_that_nobody_else_wants_are_no_debt() -> None:
         for index, name in enumerate("aaab")
     ]
     assert settle({}, grants, runs, 60.0, RULE) == {"a": 0.0, "b": 0.0}
+    bare = dataclasses.replace(runs[0], run_id="bare", has_weights=False, open_count=90)
+    assert settle({}, grants, [*runs, bare], 60.0, RULE) == {"a": 0.0, "b": 0.0}, "nobody owes a run without weights"
     # And once another wants more, what it has beyond its share counts
     more = [runs[0], dataclasses.replace(runs[1], open_count=20)]
     assert settle({}, grants, more, 1.0, RULE) == {"a": -16.0, "b": 16.0}

@@ -27,6 +27,13 @@ def test_a_turn_is_expected_to_make_what_those_made_that_came_as_far() -> None:
     assert [room.rest(Holding(0, count, left)) for count, left in far] == [600, 7, 20]
 
 
+def test_a_turn_that_ends_later_counts_too() -> None:
+    room = learned(100)
+    assert room.rest(Holding(0, 0, FAR)) == 100
+    room.note_ended(300)
+    assert room.rest(Holding(0, 0, FAR)) == 200
+
+
 def test_before_any_has_ended_a_turn_is_expected_to_make_a_few_hundred() -> None:
     assert [learned().rest(Holding(0, made, FAR)) for made in (0, 100, 2000)] == [LIKELY_TOKENS, LIKELY_TOKENS, 2000]
 
