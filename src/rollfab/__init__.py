@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from .trainer.publish.slices import Slice
 
 __version__ = "0.1.0"
-__all__ = ["Slice", "aio", "connect", "errors", "megatron_slices", "__version__"]
+__all__ = ["Slice", "TailRounds", "aio", "connect", "errors", "megatron_slices", "__version__"]
 
 # By name: an import statement here would count as the fabric importing the trainer wherever it reads __version__.
 _HOMES = {
     "Slice": ".trainer.publish.slices",
+    "TailRounds": ".fabric.rules.rounds",
     "connect": ".trainer.client",
     "megatron_slices": ".trainer.publish.megatron",
 }

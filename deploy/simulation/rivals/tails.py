@@ -1,22 +1,29 @@
-"""RollPacker's tail batching (arXiv 2509.21009): what is long is put off, and done together.
+"""RollPacker's tail batching (arXiv 2509.21009), by the rule that trainers use: fabric/rules/rounds.py.
 
-- A short round has a quarter more prompts than a step needs, each with a quarter more answers, and takes the first that
-  are complete. The answers that are more are as long as others of their prompt.
-- Prompts that were not complete are done in long rounds of their own, once they fill a step, with nothing to spare.
-- At the end of a simulation the rest is one more round, which counts by its size: all prompts are trained on.
+- The answers that a short round has more are as long as others of their prompt.
+- At the end of a simulation what was put off is one more round, which counts by its size: all prompts are trained on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
 from random import Random
 
+from ....fabric.rules.rounds import TailRounds
 from ..machine.workload import Group, StepPlan
 
 SPARE = 0.25  # of the prompts, and of the answers to each, that a short round has more
 FURTHER = 1_000_000  # the number of the first step whose prompts others have to spare
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A group that is complete."""
+
+    group_id: str
 
 
 class TailBatches:
@@ -25,31 +32,42 @@ class TailBatches:
     def __init__(self, draw: Callable[[int], StepPlan], *, group_count: int, group_size: int) -> None:
         self.group_count = group_count
         self._draw, self._size = draw, group_size
-        self._long: list[Group] = []
-        self._drawn = 0
+        self._rounds = TailRounds(self._prompts(), group_count=group_count, group_size=group_size, spare=SPARE)
+        self._short_count = 0
+        self._is_last = False
+        self._named: dict[int, str] = {}  # by the group's identity
+
+    def _prompts(self) -> Iterator[Group]:
+        """Draw what each step would have had, and what is to spare beside it."""
+        for step in count():
+            plan = self._draw(step)
+            more = self._draw(FURTHER + step).groups[: math.ceil(SPARE * self.group_count)]
+            for group in (*(plan.groups[index] for index in sorted(plan.kept)), *more):
+                if self._is_last:
+                    return
+                yield group
 
     @property
     def put_off_count(self) -> int:
         """Count the groups that wait for a long round."""
-        return len(self._long)
+        return len(self._rounds.state()["put_off"])
 
     def put_off(self, groups: Sequence[Group]) -> None:
-        """Keep the groups that a round left, with as many answers as a step needs."""
-        self._long += [group[: self._size] for group in groups]
+        """End a round; these of its groups are not complete."""
+        left = {self._named.get(id(group)) for group in groups}
+        self._rounds.end(Done(name) for name in self._named.values() if name not in left)
 
     def next(self, *, is_last: bool) -> StepPlan:
-        """Return the next round. is_last: of what was put off, be it less than a step."""
-        if is_last or len(self._long) >= self.group_count:
-            groups, self._long = self._long[: self.group_count], self._long[self.group_count :]
-            return StepPlan(groups=groups, needed=len(groups), kept=frozenset(range(len(groups))))
-        plan, dice = self._draw(self._drawn), Random(self._drawn)
-        spare = self._draw(FURTHER + self._drawn).groups[: math.ceil(SPARE * self.group_count)]
-        self._drawn += 1
-        more = math.ceil(SPARE * self._size)
-        count = len(plan.groups)
-        return replace(
-            plan,
-            groups=[(*group, *dice.choices(group, k=more)) for group in (*plan.groups, *spare)],
-            kept=plan.kept | frozenset(range(count, count + len(spare))),
-            quorum=self._size,
-        )
+        """Return the next round. is_last: nothing more is drawn."""
+        self._is_last = is_last
+        made = self._rounds.next()
+        assert made is not None, "a round is asked for while something is put off, or more can be drawn"
+        groups = list(made.tasks)
+        if not made.is_long:
+            plan, dice = self._draw(self._short_count), Random(self._short_count)
+            self._short_count += 1
+            groups += [group for index, group in enumerate(plan.groups) if index not in plan.kept]  # which end in vain
+            groups = [(*group, *dice.choices(group, k=made.group_size - self._size)) for group in groups]
+        self._named = dict(zip(map(id, groups), made.group_ids, strict=False))
+        kept = frozenset(range(len(made.tasks)))
+        return StepPlan(groups=groups, needed=made.needed, kept=kept, quorum=made.quorum)

@@ -119,22 +119,22 @@ def test_what_goes_on_for_long_has_a_bucket_that_is_half_as_full() -> None:
 # ---- what is put off
 
 
-def test_short_rounds_have_more_and_what_they_leave_fills_a_long_one() -> None:
+def test_what_ends_in_vain_is_not_put_off() -> None:
+    steps = {step: [(plan(step % 7 + 1, 10 + index),) * 4 for index in range(10)] for step in (0, 1, 10**6, 10**6 + 1)}
     tails = TailBatches(
-        lambda step: StepPlan(groups=[(plan(step % 7 + 1),) * 4] * 8, needed=8, kept=frozenset(range(8))),
-        group_count=8,
-        group_size=4,
+        lambda step: StepPlan(groups=steps[step], needed=8, kept=frozenset(range(8))), group_count=8, group_size=4
     )
-    short = tails.next(is_last=False)
-    assert (len(short.groups), {len(each) for each in short.groups}, short.needed, short.quorum) == (10, {5}, 8, 4)
+    short = tails.next(is_last=False)  # eight that teach something, two to spare, and two that teach nothing
+    assert (len(short.groups), {len(each) for each in short.groups}, short.needed, short.quorum) == (12, {5}, 8, 4)
     assert short.kept == frozenset(range(10))
-    for _ in range(4):
-        tails.put_off(short.groups[:2])
-    long = tails.next(is_last=False)
-    assert (len(long.groups), {len(each) for each in long.groups}, long.needed, long.quorum) == (8, {4}, 8, None)
-    tails.put_off(short.groups[:3])
-    assert tails.put_off_count == 3
-    assert (tails.next(is_last=True).needed, tails.put_off_count) == (3, 0)
+    assert [each[0] for each in short.groups[10:]] == [steps[0][8][0], steps[0][9][0]]
+    tails.put_off([short.groups[3], short.groups[9], short.groups[11]])
+    assert tails.put_off_count == 2
+    last = tails.next(is_last=True)
+    assert list(last.groups) == [steps[0][3], steps[10**6][1]]
+    assert (last.needed, last.quorum) == (2, None)
+    tails.put_off([])
+    assert tails.put_off_count == 0
 
 
 def test_all_prompts_are_trained_on_and_a_part_of_a_step_counts_as_one() -> None:
