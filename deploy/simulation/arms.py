@@ -16,9 +16,9 @@ from ...fabric.rules.serving.facts import StepWork
 from ...fabric.rules.serving.guard import Allowance, GuardFacts, GuardRule
 from ...fabric.rules.serving.step_time import predict
 from ...workers.serving.guarding.guard import Policy
+from .borrowing import Elastic, Spot
 from .lending import Always, Lender, Nobody, Planned, WholeSteps
-from .rivals.borrowing import Elastic, Spot
-from .rivals.order import Affine, ByLength, Levels, Router
+from .machine.order import Affine, ByLength, Levels, Router
 
 SMALL_CHUNK = 512  # of serving prompts, which ROSE sets while it shares
 

@@ -37,10 +37,10 @@ from .machine.broker import Broker, through_broker
 from .machine.cost import Model
 from .machine.engine import Engine, EngineOptions
 from .machine.events import Events
+from .machine.order import Affine, Router
 from .machine.serving import CHUNK_TOKENS, Request, ServingSide
 from .machine.turns import Batch, GroupState, Trajectory, Turn
 from .machine.workload import Group, StepPlan
-from .rivals.order import Affine, Router
 
 LENT_CHUNK, OWN_CHUNK = 512, 2048  # prompt tokens in one rollout step: beside serving, and alone
 NEARLY_COMPLETE = 4  # a quarter of a group's quorum missing: use/ring.lua of the broker says the same, and a test it

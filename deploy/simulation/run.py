@@ -14,15 +14,15 @@ from ..replay.records import Arrival
 from ..replay.scale import at_rate
 from ..replay.traces import Part, read_trace
 from .arms import ARMS, Arm
-from .bound import rollout_bound_s, spare
 from .cluster import LENT_CHUNK, OWN_CHUNK, Cluster, Setup
 from .failing import Failures
 from .lending import Lender, Planned
 from .machine.books import Broken
+from .machine.bound import rollout_bound_s, spare
 from .machine.cost import Model, kv_room_tokens, model_of
 from .machine.serving import Served, served
+from .machine.tails import TailBatches
 from .machine.workload import KINDS, StepPlan, draw_step
-from .rivals.tails import TailBatches
 from .scenario import Scenario
 from .several import Shared, Sharing
 from .timeline import Timeline

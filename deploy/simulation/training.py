@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .cluster import Cluster
+from .machine.tails import TailBatches
 from .machine.workload import Group, StepPlan
-from .rivals.tails import TailBatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -292,7 +292,7 @@ def test_the_import_name_exports_what_it_says() -> None:
     import rollfab.aio
     from rollfab.fabric.contract import errors as fabric_errors
 
-    exported = {"Slice", "aio", "connect", "errors", "megatron_slices", "__version__"}
+    exported = {"Slice", "TailRounds", "aio", "connect", "errors", "megatron_slices", "__version__"}
     assert {name for name in rollfab.__all__ if hasattr(rollfab, name)} == exported
     assert callable(rollfab.connect)
     assert callable(rollfab.aio.connect)

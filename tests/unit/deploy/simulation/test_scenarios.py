@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rollfab.deploy.main import app
 from rollfab.deploy.replay.records import Arrival
-from rollfab.deploy.simulation.bound import spare
+from rollfab.deploy.simulation.machine.bound import spare
 from rollfab.deploy.simulation.machine.cost import model_of
 from rollfab.deploy.simulation.machine.workload import draw_step
 from rollfab.deploy.simulation.plan import choose

@@ -15,10 +15,10 @@ import math
 from functools import cache
 from importlib.resources import files
 
-from ..bound import alone_s, work_s
-from ..cluster import Cluster
-from ..lending import ONE, Nobody
-from ..machine.engine import Engine
+from .cluster import Cluster
+from .lending import ONE, Nobody
+from .machine.bound import alone_s, work_s
+from .machine.engine import Engine
 
 LOOK_S = 5.0
 BORROW_S, RETURN_S = 6.1, 4.4  # what PEARL states that a move costs

@@ -17,8 +17,8 @@ from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ..machine.engine import Engine
-from ..machine.turns import Trajectory, Turn
+from .engine import Engine
+from .turns import Trajectory, Turn
 
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
 EVICT_FACTOR = 2.0  # what waits takes a place of what has less than this part of its work left

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from rollfab.deploy.simulation.arms import ARMS
+from rollfab.deploy.simulation.borrowing import COLD_S, LOOK_S, Elastic, Spot, spot_counts
 from rollfab.deploy.simulation.cluster import Cluster
 from rollfab.deploy.simulation.machine.engine import Engine
+from rollfab.deploy.simulation.machine.order import SEEN_COUNT_MIN, ByLength, Forecast, Levels
+from rollfab.deploy.simulation.machine.tails import TailBatches
 from rollfab.deploy.simulation.machine.turns import Batch, GroupState, Trajectory, Turn
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan
-from rollfab.deploy.simulation.rivals.borrowing import COLD_S, LOOK_S, Elastic, Spot, spot_counts
-from rollfab.deploy.simulation.rivals.order import SEEN_COUNT_MIN, ByLength, Forecast, Levels
-from rollfab.deploy.simulation.rivals.tails import TailBatches
 from rollfab.deploy.simulation.run import load_of, setup_of, simulate
 from rollfab.deploy.simulation.scenario import Scenario
 from tests.support.simulated import SMALL, run

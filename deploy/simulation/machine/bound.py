@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...fabric.rules.serving.facts import StepWork
-from ..replay.records import Arrival
-from .machine.cost import StepCost
-from .machine.workload import StepPlan, TrajectoryPlan
+from ....fabric.rules.serving.facts import StepWork
+from ...replay.records import Arrival
+from .cost import StepCost
+from .workload import StepPlan, TrajectoryPlan
 
 
 def spare(arrivals: Sequence[Arrival], duration_s: float, cost: StepCost, tpot_s: float) -> list[float]:

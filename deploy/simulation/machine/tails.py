@@ -13,7 +13,7 @@ from itertools import count
 from random import Random
 
 from ....fabric.rules.rounds import TailRounds
-from ..machine.workload import Group, StepPlan
+from .workload import Group, StepPlan
 
 SPARE = 0.25  # of the prompts, and of the answers to each, that a short round has more
 FURTHER = 1_000_000  # the number of the first step whose prompts others have to spare

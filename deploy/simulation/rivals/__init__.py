@@ -1,1 +1,0 @@
-"""Other people's rules, as we read what they published: who takes which turn, who borrows, what a step is."""
