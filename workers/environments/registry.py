@@ -289,8 +289,9 @@ def _parse(option: str, pairs: Iterable[str]) -> dict[str, Program]:
     targets: dict[str, Program] = {}
     for pair in pairs:
         name, _, rest = pair.partition("=")
-        if len(name.split()) > 1 or name != name.strip() or not name.isprintable():
-            raise ConfigError(f"{option} {pair!r:.200}: the name {name!r:.100} has blanks: write it without", name=name)
+        if name != name.strip() or not name.isprintable():
+            told = f"the name {name!r:.100} begins or ends with a blank, or has what cannot be printed"
+            raise ConfigError(f"{option} {pair!r:.200}: {told}: write {option} NAME=module:attr", name=name)
         if name in targets:
             raise ConfigError(f"{option} {name}=… is given twice: leave one out, or rename it", name=name)
         if name in TAKEN and option == "--environment":

@@ -36,6 +36,7 @@ class TailBatches:
         self._short_count = 0
         self._is_last = False
         self._named: dict[int, str] = {}  # by the group's identity
+        self._in_vain: list[Group] = []  # put off, too: that they teach nothing shows when they end
 
     def _prompts(self) -> Iterator[Group]:
         """Draw what each step would have had, and what is to spare beside it."""
@@ -55,6 +56,7 @@ class TailBatches:
     def put_off(self, groups: Sequence[Group]) -> None:
         """End a round; these of its groups are not complete."""
         left = {self._named.get(id(group)) for group in groups}
+        self._in_vain += [group[: self._size] for group in groups if id(group) not in self._named]
         self._rounds.end(Done(name) for name in self._named.values() if name not in left)
 
     def next(self, *, is_last: bool) -> StepPlan:
@@ -63,7 +65,9 @@ class TailBatches:
         made = self._rounds.next()
         assert made is not None, "a round is asked for while something is put off, or more can be drawn"
         groups = list(made.tasks)
-        if not made.is_long:
+        if made.is_long:
+            groups, self._in_vain = groups + self._in_vain, []
+        else:
             plan, dice = self._draw(self._short_count), Random(self._short_count)
             self._short_count += 1
             groups += [group for index, group in enumerate(plan.groups) if index not in plan.kept]  # which end in vain

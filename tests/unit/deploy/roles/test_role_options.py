@@ -300,7 +300,7 @@ def test_a_file_is_checked_as_a_whole(file: Path, tmp_path: Path, monkeypatch: p
         ('[agent]\nenvironment = ["my-game"]', "--environment 'my-game' does not name code"),
         ('[agent]\nenvironment = ["my-game=nope.games:MyGame"]', "Mend --environment my-game=…"),
         ('[agent]\nenvironment = ["a=os:path", "a=os:sep"]', "--environment a=… is given twice"),
-        ('[agent]\nenvironment = ["my game=os:path"]', "the name 'my game' has blanks: write it without"),
+        ('[agent]\nenvironment = ["mine = os:path"]', "the name 'mine ' begins or ends with a blank"),
         ('[agent]\nrun_as = "nosuchuser"', "nosuchuser"),
         (f"[agent]\ncount = {10**24}", "count is 1000000000000000000000000, expected 1000000 or less"),
         ('[reward]\nreward = ["r=os:nothere"]', "--reward r: "),

@@ -144,7 +144,7 @@ def predicted(
         planned.start(cluster)
         for at_s, mode in serving.switched:
             cluster.events.at(at_s, planned._lends.update, {f"pool:{POOL}": LendSetting(mode=mode)})
-    cluster.events.at(start_s, cluster.submit, plan, lambda: ended.append(cluster.events.now_s))
+    cluster.events.at(start_s, cluster.submit, plan, lambda _: ended.append(cluster.events.now_s))
     if trouble is not None:
         trouble.strike(cluster, lender, begun_s(outcome) - start_s)
         renewing(cluster)

@@ -119,7 +119,7 @@ def test_what_goes_on_for_long_has_a_bucket_that_is_half_as_full() -> None:
 # ---- what is put off
 
 
-def test_what_ends_in_vain_is_not_put_off() -> None:
+def test_what_ends_in_vain_is_put_off_beside_what_counts() -> None:
     steps = {step: [(plan(step % 7 + 1, 10 + index),) * 4 for index in range(10)] for step in (0, 1, 10**6, 10**6 + 1)}
     tails = TailBatches(
         lambda step: StepPlan(groups=steps[step], needed=8, kept=frozenset(range(8))), group_count=8, group_size=4
@@ -131,8 +131,8 @@ def test_what_ends_in_vain_is_not_put_off() -> None:
     tails.put_off([short.groups[3], short.groups[9], short.groups[11]])
     assert tails.put_off_count == 2
     last = tails.next(is_last=True)
-    assert list(last.groups) == [steps[0][3], steps[10**6][1]]
-    assert (last.needed, last.quorum) == (2, None)
+    assert list(last.groups) == [steps[0][3], steps[10**6][1], steps[0][9]]
+    assert (last.needed, last.quorum, last.kept) == (2, None, frozenset({0, 1}))
     tails.put_off([])
     assert tails.put_off_count == 0
 
