@@ -88,7 +88,6 @@ class Arm:
     is_ahead: bool = False
     is_static: bool = False
     serving_chunk: int = 2048
-    own_places: float = 1.0
     lent_places: float = 1.0
     is_whole: bool = False
     is_elsewhere: bool = False
@@ -133,13 +132,11 @@ ARMS: dict[str, Arm] = {
         text="dedicated GPUs alone; the longest trajectories first, which take others' slots: after Heddle",
         places="routed",
         router=ByLength,
-        own_places=4.0,
     ),
     "levels": Arm(
         text="dedicated GPUs alone; a bucket of GPUs for trajectories that go on for long: after Libra",
         places="routed",
         router=Levels,
-        own_places=4.0,
     ),
     "tails": Arm(
         text="dedicated GPUs alone; short rounds, and what is long together later: after RollPacker",

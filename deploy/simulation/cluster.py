@@ -62,7 +62,7 @@ class Setup:
 
     offered: of the lendable, those that may be lent; None: all. lent_chunk: prompt tokens in one of their steps.
     places: shared, home, or routed: a router of others says who takes what. staleness: versions behind the head that
-    may still generate. own_places, lent_places: of agents, for each slot, and for each slot that may be lent.
+    may still generate. lent_places: of agents, for each slot that may be lent.
     agents: that trajectories are divided among.
     """
 
@@ -87,7 +87,6 @@ class Setup:
     router: Callable[[], Router] = Affine
     lent_chunk: int = LENT_CHUNK
     offered: int | None = None
-    own_places: float = 1.0
     lent_places: float = 1.0
     keeps_tokens: bool = True
     policy: Policy | None = None
@@ -122,8 +121,7 @@ class Cluster:
         )
         self._share_workers(host) if host is not None else self._make_workers()
         self.batches: list[Batch] = []
-        places = setup.own_places * len(self.dedicated) + setup.lent_places * len(self.offered)
-        place_count = int(setup.slot_count * places)
+        place_count = int(setup.slot_count * (len(self.dedicated) + setup.lent_places * len(self.offered)))
         self.agents = Agents(self.events, self.broker, setup.agents, place_count, self._begin_trajectory)
         self.completed_count = self.kept_count = 0
         self._homes = Homes()

@@ -140,7 +140,6 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
         router=arm.router,
         lent_chunk=OWN_CHUNK if arm.is_whole else LENT_CHUNK,
         offered=offered,
-        own_places=arm.own_places,
         lent_places=arm.lent_places,
         keeps_tokens=arm.keeps_tokens,
         policy=arm.policy,

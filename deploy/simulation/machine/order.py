@@ -22,7 +22,6 @@ from .turns import Trajectory, Turn
 
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
 EVICT_FACTOR = 2.0  # what waits takes a place of what has less than this part of its work left
-MOVE_FACTOR = 1.25  # of the least work before an instance: more than that, and a turn leaves its home
 LONG_PART, LONG_SLOTS = 0.25, 0.5  # of the instances, for long trajectories; of their slots, that are used
 SEEN_COUNT_MIN = 16  # trajectories that must have ended before their lengths tell anything
 
@@ -111,14 +110,12 @@ class ByLength(Router):
         return -self._forecast.rest(turn.trajectory)
 
     def choose(self, turn: Turn, engines: Sequence[Engine]) -> Engine | None:
-        """Choose the instance with the least work before it, or its home if that has not much more."""
+        """Choose its home, else the instance with the least work before it."""
         free = [engine for engine in engines if engine.can_take(turn)]
         if not free:
             self._evict(turn, engines)
             return None
-        least = min(free, key=lambda each: (self._work[each.name], each.free_since))
-        home = home_of(turn, free)
-        return home if home and self._work[home.name] <= MOVE_FACTOR * self._work[least.name] else least
+        return home_of(turn, free) or min(free, key=lambda each: (self._work[each.name], each.free_since))
 
     def _evict(self, turn: Turn, engines: Sequence[Engine]) -> None:
         if turn.key in self._evicting:
