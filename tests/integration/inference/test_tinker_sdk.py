@@ -123,8 +123,7 @@ def test_while_no_worker_is_there_the_sdk_logs_why_and_goes_on_when_one_comes(
 
 def waiting_sample(fleet: InferenceProcess, tmp_path: Path) -> subprocess.Popen[bytes]:
     """Sample from a fleet whose workers were killed, and nobody starts them again."""
-    for name in {"dedicated", "second"} & set(fleet.fabric.supervisor.children):
-        fleet.fabric.kill(name)
+    fleet.fabric.kill(*{"dedicated", "second"} & set(fleet.fabric.supervisor.children))
     return sdk(fleet, tmp_path, 1, 1, 24)
 
 

@@ -85,13 +85,14 @@ class Processes:
         workers = self.ask(lambda ports: ports.board.workers())
         return next((info for info, _ in workers.values() if info.pid == pid), None)
 
-    def kill(self, name: str) -> None:
-        """Kill a child, once it runs, and wait until it is gone: what is asked next, its successor answers."""
-        child = self.supervisor.children[name]
-        self.until(lambda: child.is_running, 60.0, f"{name} runs")
-        assert child.process is not None
-        child.process.kill()
-        child.process.wait()
+    def kill(self, *names: str) -> None:
+        """Kill children, once all of them run, and wait until they are gone: what is asked next, successors answer."""
+        children = [self.supervisor.children[name] for name in names]
+        self.until(lambda: all(child.is_running for child in children), 60.0, f"{' and '.join(names)} run")
+        for child in children:
+            assert child.process is not None
+            child.process.kill()
+            child.process.wait()
 
     def until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
         """Poll, restarting children that died; returns what the condition said."""
