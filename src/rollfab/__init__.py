@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import aio, errors
+    from .fabric.rules.rounds import TailRounds
     from .trainer.client import connect
     from .trainer.publish.megatron import megatron_slices
     from .trainer.publish.slices import Slice
