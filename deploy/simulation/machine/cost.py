@@ -26,7 +26,11 @@ COST_MODEL_ERROR = "TPOT within 3 % of measured vLLM (Qwen3-32B on H100), prefil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Coefficients of the closed form, for one model on one GPU. Milliseconds, microseconds, nanoseconds."""
+    """Coefficients of the closed form, for one model on one GPU. Milliseconds, microseconds, nanoseconds.
+
+    expert_part: of the weights, what one token reads; 1: all, as in a model without experts. Experts are taken as drawn
+    at random.
+    """
 
     fixed_ms: float
     weights_ms: float
@@ -35,11 +39,14 @@ class StepCost:
     attention_ns: float
     cpu_step_ms: float = 1.5
     cpu_sequence_ms: float = 0.05
+    expert_part: float = 1.0
 
     def seconds(self, work: StepWork, attention: float) -> float:
         """Compute the time of one step. attention: pairs of tokens that its prompt chunks attend over."""
-        tokens_ms = 1e-3 * self.token_us * (work.prefill_tokens + work.decode_count)
-        computed_ms = math.sqrt(math.hypot(self.weights_ms**2, tokens_ms**2))  # the longer one, smoothly
+        tokens = work.prefill_tokens + work.decode_count
+        tokens_ms = 1e-3 * self.token_us * tokens
+        weights_ms = self.weights_ms * (1.0 - (1.0 - self.expert_part) ** tokens)
+        computed_ms = math.sqrt(math.hypot(weights_ms**2, tokens_ms**2))  # the longer one, smoothly
         read_ms = 1e-6 * (self.context_us_per_1000 * work.context_tokens + self.attention_ns * attention)
         cpu_ms = self.cpu_step_ms + self.cpu_sequence_ms * work.decode_count
         return 1e-3 * (self.fixed_ms + computed_ms + read_ms + cpu_ms)
@@ -75,7 +82,8 @@ def models(path: str = "") -> dict[tuple[str, str, int], Model]:
 
 
 def _model(row: dict[str, str]) -> tuple[tuple[str, str, int], Model]:
-    cost = StepCost(**{name: float(row[name]) for name in MEASURED})
+    part = float(row.get("expert_part") or 1.0)
+    cost = StepCost(**{name: float(row[name]) for name in MEASURED}, expert_part=part)
     model = Model(cost=cost, kv_bytes=int(row["kv_bytes"]), weight_gb=float(row["weight_gb"]))
     return (row["model"], row["gpu"], int(row["gpus"])), model
 
@@ -92,8 +100,8 @@ def model_of(name: str, gpu: str, gpu_count: int, error: float = 1.0, path: str 
         known = [" ".join(map(str, key)) for key in table]
         wanted = f"{name} {gpu} {gpu_count}"
         raise ConfigError(f"no step times for {wanted!r} (model, gpu, gpus): {did_you_mean(wanted, known)}")
-    scaled = {each: getattr(found.cost, each) * error for each in StepCost.__slots__}
-    return replace(found, cost=StepCost(**scaled))
+    scaled = {each: getattr(found.cost, each) * error for each in StepCost.__slots__ if each != "expert_part"}
+    return replace(found, cost=replace(found.cost, **scaled))
 
 
 def kv_room_tokens(model: Model, memory_gb: float, gpu_count: int, beside_gb: float = 0.0) -> int:

@@ -114,6 +114,17 @@ def test_a_table_of_step_times_of_ones_own(tmp_path: Path) -> None:
         model_of("mine", "cpu", 1, path=str(tmp_path / "none.csv"))
 
 
+@pytest.mark.parametrize(("count", "measured_ms"), [(1, 3.63), (4, 5.74), (8, 7.22), (16, 8.64), (32, 12.10)])
+def test_a_step_of_a_model_with_experts_reads_those_that_its_tokens_choose(count: int, measured_ms: float) -> None:
+    model = model_of("Qwen3-30B-A3B", "h100", 2)  # of the table that it was fitted to: 1,024 tokens of context each
+    cost = replace(model.cost, cpu_step_ms=0.0, cpu_sequence_ms=0.0)
+    found_ms = 1000 * cost.seconds(StepWork(decode_count=count, context_tokens=1024 * count), 0.0)
+    assert found_ms == pytest.approx(measured_ms, rel=0.3)  # at worst; 8 % on average
+    whole = replace(cost, expert_part=1.0)
+    assert 1000 * whole.seconds(StepWork(decode_count=1, context_tokens=1024), 0.0) > 3 * 3.63, "as if all were read"
+    assert model_of("Qwen3-30B-A3B", "h100", 2, error=2.0).cost.expert_part == cost.expert_part
+
+
 @pytest.mark.parametrize("words", [[], ["--json"]])
 def test_whatever_is_shown_says_that_it_is_simulated(tmp_path: Path, words: list[str]) -> None:
     shown = CliRunner().invoke(app, ["sim", str(written(tmp_path, TINY)), *words], env={"COLUMNS": "80"})
