@@ -154,5 +154,5 @@ def _read(state: Mapping[str, Any] | None) -> tuple[int, int, list[Any]]:
     if not isinstance(state, Mapping) or not all(
         name in state and check(state[name]) for name, check in checks.items()
     ):
-        raise InputError("state is none of these rounds: give what state() returned, or leave it out", name="state")
+        raise InputError("state is none that rounds gave: give back what they said, or leave it out", name="state")
     return state["round"], state["drawn"], list(state["put_off"])

@@ -86,8 +86,8 @@ def test_every_task_is_trained_on_once_whenever_it_is_begun_again(
         ({"group_size": 2.5}, r"group_size is 2\.5"),
         ({"spare": 25}, "spare is 25, expected a part, above 0 and at most 1"),
         ({"spare": "0.25"}, "spare is '0.25'"),
-        ({"state": {"round": 1}}, "give what state"),
-        ({"state": [1, 2]}, "give what state"),
+        ({"state": {"round": 1}}, "give back what they said"),
+        ({"state": [1, 2]}, "give back what they said"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], text: str) -> None:
