@@ -98,7 +98,9 @@ def test_a_killed_worker_or_agent_loses_no_trajectory_and_repeats_no_turn_that_w
 def test_a_killed_controller_costs_its_leases_and_nothing_else(fabric: Processes) -> None:
     # Given a serving worker that runs turns under a lease which only a living controller extends
     fabric.lend("on")
-    run = start_walks(fabric, "controller", pace_s=0.5)
+    run = start_walks(
+        fabric, "controller", tokens=120, pace_s=0.1
+    )  # more turns at once than the dedicated one has slots
     fabric.until(lambda: fabric.claimed_by(run, "serving") > 0, 20.0, "the serving worker runs turns")
     serving = fabric.worker_of("serving").worker_id
 
