@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from random import SystemRandom
 from types import TracebackType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from redis import exceptions
 from redis.asyncio.retry import Retry
@@ -34,56 +33,35 @@ class Patience:
     paused), is no part of it: answers that came meanwhile are not read yet, and the broker is not to blame.
     """
 
-    __slots__ = ("_loop", "_pulse", "_until_s")
+    __slots__ = ("_beat", "_due_s", "_loop", "_until_s")
 
     def __init__(self, span_s: float) -> None:
         self._loop = asyncio.get_running_loop()
-        found = PULSES.get(self._loop)
-        self._pulse = PULSES.setdefault(self._loop, _Pulse()) if found is None else found
-        self._until_s = self._loop.time() + span_s - self._pulse.stood_s
+        self._until_s = self._loop.time() + span_s
 
     def left_s(self) -> float:
         """Return how much of it is left; below 0: nothing."""
-        return self._until_s + self._pulse.stood_s - self._loop.time()
+        return self._until_s - self._loop.time()
 
     def __enter__(self) -> Patience:
-        self._pulse.begin(self._loop)
+        self._set_beat()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pulse.user_count -= 1
+        self._beat.cancel()
 
+    def _set_beat(self) -> None:
+        self._due_s = self._loop.time() + BEAT_S
+        self._beat = self._loop.call_at(self._due_s, self._look)
 
-class _Pulse:
-    """How long a loop has stood still; beats while somebody wants to know."""
-
-    def __init__(self) -> None:
-        self.stood_s = 0.0
-        self.user_count = 0
-        self._is_beating = False
-
-    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.user_count += 1
-        if not self._is_beating:
-            self._is_beating = True
-            self._next(loop)
-
-    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        due_s = loop.time() + BEAT_S
-        loop.call_at(due_s, self._beat, loop, due_s)
-
-    def _beat(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
-        late_s = loop.time() - due_s
+    def _look(self) -> None:
+        """See how late this comes: so long the loop stood still."""
+        late_s = self._loop.time() - self._due_s
         if late_s > LATE_S:
-            self.stood_s += late_s
-        self._is_beating = self.user_count > 0
-        if self._is_beating:
-            self._next(loop)
-
-
-PULSES: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pulse] = WeakKeyDictionary()
+            self._until_s += late_s
+        self._set_beat()
 
 
 class PatientRetry(Retry):
