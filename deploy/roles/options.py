@@ -246,6 +246,12 @@ class WorkerOptions(TracedOptions):
 
     role: str = option("dedicated", "dedicated or serving.", choices=ROLES)
     engine: EngineOptions = field(default_factory=EngineOptions)
+    hardware: str = option(
+        "",
+        "What its device is called: workers that say the same are alike. Default: the name of the machine's GPUs, if "
+        "they have one.",
+        metavar="NAME",
+    )
     sleep_after_s: float | None = option(
         None, "Seconds without a lease after which the engine gives its memory back.", key="sleep_after", least=0
     )

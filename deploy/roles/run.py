@@ -389,12 +389,21 @@ def _rollout_config(worker_id: str, options: WorkerOptions) -> RolloutConfig:
         model=model.name,
         model_digest=model.digest,
         slot_count=engine.slot_count,
+        hardware=one_line(options.hardware) or _hardware(engine),
         pool=serving.pool,
         is_observing=serving.is_observing,
         sleep_after_s=options.sleep_after_s,
         context_tokens_max=_context_tokens_max(engine),
         **patience_of(engine),
     )
+
+
+def _hardware(engine: EngineOptions) -> str:
+    """Return the name that all GPUs of this machine have; "": there is none, or the engine is elsewhere."""
+    from ..doctor.gpu import look_at_gpus
+
+    names = {gpu.name for gpu in look_at_gpus().gpus} if engine.server is None else set()
+    return one_line(names.pop()) if len(names) == 1 else ""
 
 
 @contextlib.asynccontextmanager

@@ -76,7 +76,7 @@ class Arm:
 
     places: who takes a turn (cluster.py), and router, where that is others' to say. is_ahead: rollouts are one step
     ahead of training. is_whole: what is lent is a whole GPU; is_elsewhere: it is none that serves. puts_tails_off:
-    steps are made of what is short, and now and then of what is long.
+    steps are made of what is short, and now and then of what is long. suits: turns begin where hardware suits them.
     """
 
     text: str
@@ -92,6 +92,7 @@ class Arm:
     is_whole: bool = False
     is_elsewhere: bool = False
     puts_tails_off: bool = False
+    suits: bool = True
 
     @property
     def has_bound(self) -> bool:
@@ -165,6 +166,7 @@ ARMS: dict[str, Arm] = {
         text="ours, where serving's router follows the advice", lender=lambda: Planned(is_followed=True)
     ),
     "no-affinity": Arm(text="ours, and the run asks for no prefix affinity", lender=Planned, places="shared"),
+    "no-hardware": Arm(text="ours; all hardware is taken to be alike", lender=Planned, suits=False),
     "no-move": Arm(text="ours; turns never leave in the middle", lender=lambda: Planned(drains=True)),
     "no-reserve": Arm(text="ours; no reserve for arrivals", lender=Planned, policy=no_reserve),
     "no-pace": Arm(text="ours; the whole pace is used up", lender=Planned, policy=no_pace),

@@ -6,6 +6,8 @@
   as it has slots for, or its share. With `home`, a turn waits for the worker with its context; another one takes it
   when it could have read that meanwhile and has nothing else to do, and a second later before all else.
 - A serving request goes to the instance with the fewest unanswered ones.
+- Where workers are of unlike hardware, a turn without a home waits for one that suits it, by production's rules; their
+  speeds are looked at each TICK_S.
 - Several runs may share the workers, each with agents, turns, weights and homes of its own: clusters beside each other.
   A worker works for one of them, its tenant, and goes to another by way of a lease, without its prefixes.
 - Nobody hears that a worker has died: its claims end CLAIM_S after they were renewed last, and its turns go on from the
@@ -25,7 +27,8 @@ from operator import attrgetter
 
 from ...fabric.contract.records import RunConfig, Span
 from ...fabric.queue.turns import CLAIM_MS
-from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, READY_MS, Homes
+from ...fabric.rules.lending.hardware import Speeds, read_costs
+from ...fabric.rules.queue.placement import GRACE_MS, PATIENCE_MS_MAX, READY_MS, Homes, unsuited_s
 from ...fabric.rules.queue.retries import is_stale
 from ...workers.controller.controller import ControllerConfig
 from ...workers.rollout.config import RolloutConfig
@@ -48,6 +51,7 @@ GRACE_S, READY_S, PATIENCE_S = GRACE_MS / 1000, READY_MS / 1000, PATIENCE_MS_MAX
 STRAY_COUNT, SHARE_SLACK = 16, 1.125  # as use/strays.lua and use/share.lua of the broker say
 REFILL_TOKENS = 256  # to compute again: less than that is no reason to be elsewhere
 DRAIN_S = 600.0
+TICK_S = ControllerConfig.tick_s
 SAVE_S, ROUND_S = RolloutConfig.log_s, RolloutConfig.poll_s  # between two renewals of a claim, and two rounds at most
 CLAIM_S = CLAIM_MS / 1000
 FORGET_S = ControllerConfig.worker_age_ms_max / 1000
@@ -63,7 +67,8 @@ class Setup:
     offered: of the lendable, those that may be lent; None: all. lent_chunk: prompt tokens in one of their steps.
     places: shared, home, or routed: a router of others says who takes what. staleness: versions behind the head that
     may still generate. lent_places: of agents, for each slot that may be lent.
-    agents: that trajectories are divided among.
+    agents: that trajectories are divided among. other: the model on another kind of GPU, which the last other_count of
+    the dedicated instances are; suits: whether turns begin where hardware suits them.
     """
 
     rollout: Model
@@ -93,6 +98,10 @@ class Setup:
     serving_chunk: int = CHUNK_TOKENS
     staleness: int = 1
     agents: int = 1
+    other: Model | None = None
+    other_count: int = 0
+    kv_other: int = 0
+    suits: bool = True
 
 
 def urgency(missing: int, quorum: int, *, was_held: bool, priority: int = 1) -> int:
@@ -116,6 +125,7 @@ class Cluster:
             model=MODEL,
             environment="simulated",
             prefix_affinity=setup.places != "shared",
+            hardware_affinity=setup.suits,
             staleness=setup.staleness,
             weight=weight,
         )
@@ -127,11 +137,15 @@ class Cluster:
         self._homes = Homes()
         self._router = setup.router() if setup.places == "routed" else None
         self._is_draining = False
+        self._read_costs: dict[str, int] = {}  # as the broker has them, and the next two
+        self._first_tokens = self._first_count = 0
         self._ready: list[Waiting] = []  # a heap: urgency, number, turn
         self._parked: dict[str, list[Waiting]] = {}  # by home: heaps of turns that wait for it
         self._homed: dict[int, Turn] = {}  # all of them that still do, by number: the oldest first
         self._count, self._trajectories = 0, NUMBERS * self.index
         self._lost: set[Turn] = set()  # whose claims have not ended yet
+        if setup.other_count and host is None:
+            self.events.after(TICK_S, self._look_at_hardware)
         if setup.load and self.lendable and host is None:
             self.events.at(setup.load[0].at_s, self._arrive, 0, 0.0)
 
@@ -139,7 +153,11 @@ class Cluster:
         setup = self.setup
         self.events, self.books = Events(), Books()
         self.broker = Broker(self.events)
-        self.dedicated = [self._engine(f"own-{n}", n, setup.kv_dedicated) for n in range(setup.dedicated)]
+        like_count = setup.dedicated - setup.other_count
+        self.dedicated = [self._engine(f"own-{n}", n, setup.kv_dedicated) for n in range(like_count)]
+        self.dedicated += [
+            self._engine(f"own-{n}", n, setup.kv_other, model=setup.other) for n in range(like_count, setup.dedicated)
+        ]
         self.lendable = [self._serving_engine(f"lent-{n}", n) for n in range(setup.lendable)]
         for engine in self.dedicated:
             engine.version = self.head_version
@@ -161,12 +179,19 @@ class Cluster:
         self._leases, self.dead, self.gone, self._dying = host._leases, host.dead, host.gone, host._dying
 
     def _engine(
-        self, name: str, seed: int, kv_tokens: int, serving: ServingSide | None = None, guard: Guard | None = None
+        self,
+        name: str,
+        seed: int,
+        kv_tokens: int,
+        serving: ServingSide | None = None,
+        guard: Guard | None = None,
+        model: Model | None = None,
     ) -> Engine:
         setup = self.setup
         options = EngineOptions(
             name=name,
-            cost=setup.rollout.cost,
+            cost=(model or setup.rollout).cost,
+            hardware="other" if model else "",
             slot_count=setup.slot_count,
             kv_tokens=kv_tokens,
             turn_tokens_max=setup.turn_tokens_max,
@@ -409,6 +434,8 @@ class Cluster:
         home_engine = self.by_name[turn.home] if turn.home and self.setup.places == "home" else None
         if home_engine is not None and home_engine in self._leased and len(self._leased) > 1:
             self._park(turn, home_engine)
+        elif self._read_costs and self._leased:
+            self._wait_for_suited(turn)
         else:
             self._push(turn)
         self.place()
@@ -437,6 +464,39 @@ class Cluster:
         least_s = patience_s(turn, min(each.us_per_token for each in self._leased))
         self.events.after(least_s, self._look_again, row[1])
         self.events.after(least_s + GRACE_S, self._look_again, row[1])
+
+    def _wait_for_suited(self, turn: Turn) -> None:
+        """Let a turn without a home wait for hardware that suits it; others look at it once it has waited for them."""
+        turn.home = ""
+        row = self._row(turn)
+        turn.waits_since_s = self.events.now_s
+        self._homed[row[1]] = turn
+        self._first_tokens += turn.context_tokens
+        self._first_count += 1
+        waits_s = {round(self._wait_s(turn, engine), 2) + 0.01 for engine in self._leased}
+        for wait_s in waits_s | {wait_s + GRACE_S for wait_s in waits_s}:
+            self.events.after(wait_s, self._look_again, row[1])
+
+    def _wait_s(self, turn: Turn, engine: Engine) -> float:
+        """Compute how long a turn waits before an engine may take it that is not its home."""
+        if turn.home:
+            return patience_s(turn, engine.us_per_token)
+        return unsuited_s(
+            turn.context_tokens,
+            self._first_tokens / max(1, self._first_count),
+            read_cost=self._read_costs.get(engine.options.hardware, 0),
+            slot_count=engine.slot_count,
+        )
+
+    def _look_at_hardware(self) -> None:
+        """Say of each run whether its workers are unlike, as the controller does at its ticks."""
+        for run in self.beside if not self.broker.is_away else ():
+            speeds = [Speeds(e.options.hardware, e.prefill_us, e.us_per_made) for e in run._leased]
+            is_wanted = run.run.hardware_affinity and run.run.prefix_affinity
+            run._read_costs = read_costs(speeds, run._read_costs) if is_wanted else {}
+            if not run._read_costs:
+                run._first_tokens = run._first_count = 0
+        self.events.after(TICK_S, self._look_at_hardware)
 
     def _look_again(self, number: int) -> None:
         if number in self._homed:
@@ -519,12 +579,12 @@ class Cluster:
 
     def _stray(self, engine: Engine, grace_s: float) -> Waiting | None:
         """Find a turn of another home that may be taken here, of the oldest few."""
-        now_s, us_per_token = self.events.now_s, engine.us_per_token
+        now_s = self.events.now_s
         for number, turn in islice(self._homed.items(), STRAY_COUNT):
             waited_s = now_s - turn.waits_since_s
             if waited_s < grace_s - 1e-9:
                 break  # and so did all after it
-            if waited_s >= patience_s(turn, us_per_token) + grace_s - 1e-9 and not turn.trajectory.is_over:
+            if waited_s >= self._wait_s(turn, engine) + grace_s - 1e-9 and not turn.trajectory.is_over:
                 return 0, number, turn
         return None
 
@@ -533,7 +593,7 @@ class Cluster:
         now_s, s_per_token = self.events.now_s, 1e-6 * min([engine.us_per_token for engine in free], default=0)
         for turn in islice(self._homed.values(), STRAY_COUNT):
             waited_s = now_s - turn.waits_since_s + 1e-9
-            if waited_s >= PATIENCE_S or waited_s >= turn.context_tokens * s_per_token:
+            if not turn.home or waited_s >= PATIENCE_S or waited_s >= turn.context_tokens * s_per_token:
                 return True
         return False
 

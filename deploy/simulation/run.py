@@ -19,7 +19,7 @@ from .failing import Failures
 from .lending import Lender, Planned
 from .machine.books import Broken
 from .machine.bound import rollout_bound_s, spare
-from .machine.cost import Model, kv_room_tokens, model_of
+from .machine.cost import Model, cheapest, kv_room_tokens, model_of
 from .machine.serving import Served, served
 from .machine.tails import TailBatches
 from .machine.workload import KINDS, StepPlan, draw_step
@@ -97,10 +97,10 @@ def _trace(name: str) -> list[Arrival]:
     return read_trace(name, Part()).arrivals
 
 
-def _model(scenario: Scenario, name: str) -> Model:
+def _model(scenario: Scenario, name: str, gpu: str = "") -> Model:
     cluster = scenario.cluster
     error = scenario.simulation.cost_error
-    return model_of(name, cluster.gpu, cluster.gpus_per_instance, error, cluster.step_times)
+    return model_of(name, gpu or cluster.gpu, cluster.gpus_per_instance, error, cluster.step_times)
 
 
 def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
@@ -115,6 +115,7 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
     own, lendable = scenario.instances
     handed = scenario.static_count(load) if arm.is_static else 0
     kv_dedicated = kv_room_tokens(rollout, cluster.memory_gb, gpus)
+    unlike = _model(scenario, cluster.model, cluster.other_gpu) if cluster.other else None
     both_gb = kv_room_tokens(rollout, cluster.memory_gb, gpus, other.weight_gb) * rollout.kv_bytes / 1e9
     arrivals, load_s = load_of(scenario, 0.0 if arm.is_elsewhere else load, seed)
     offered = (serving.offered if serving.offered >= 0 else None) if arm.lends else 0
@@ -145,6 +146,10 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
         policy=arm.policy,
         serving_chunk=arm.serving_chunk,
         agents=scenario.failures.agents,
+        other=unlike,
+        other_count=cluster.other // gpus,
+        kv_other=kv_room_tokens(unlike, cluster.memory_gb, gpus) if unlike else 0,
+        suits=arm.suits,
     )
 
 
@@ -312,13 +317,11 @@ def _bounds(
     setup: Setup, plans: Sequence[StepPlan], steps: Sequence[StepTimes], spare_gpus: Sequence[float]
 ) -> list[float]:
     """Bound the rollouts of each step that was done, on all GPUs of the arm."""
-    found = []
+    found, cost = [], cheapest([setup.rollout, setup.other] if setup.other else [setup.rollout])
     for plan, step in zip(plans, steps, strict=True):
         first = int(step.began_s) % len(spare_gpus)
         gpus = [*spare_gpus[first:], *spare_gpus[:first]]
-        found.append(
-            rollout_bound_s(plan, setup.rollout.cost, slot_count=setup.slot_count, own=setup.dedicated, spare_gpus=gpus)
-        )
+        found.append(rollout_bound_s(plan, cost, slot_count=setup.slot_count, own=setup.dedicated, spare_gpus=gpus))
     return found
 
 

@@ -18,7 +18,7 @@ from ...fabric.host.files import read_regular
 from .arms import ARMS
 from .machine.workload import KINDS
 
-SAMPLES = ("s0", "s1", "s2", "s3", "s4", "s5", "s9", "s10", "s11", "s12")
+SAMPLES = ("s0", "s1", "s2", "s3", "s4", "s5", "s6", "s9", "s10", "s11", "s12")
 BYTES_MAX = 1 << 16
 STATIC_LOAD_MAX = 0.7
 LOAD_MAX = 1.5
@@ -29,7 +29,8 @@ WEIGHT_MIN, WEIGHT_MAX, RUN_COUNT_MAX = 0.01, 100.0, 16
 class ClusterPart:
     """[cluster]: GPUs and the model that is trained. dedicated, serving: GPUs; slots: turns of one instance.
 
-    step_times: a file of them (data/README.md); "": what is shipped.
+    step_times: a file of them (data/README.md); "": what is shipped. other: of the dedicated GPUs, those that are
+    other_gpu instead.
     """
 
     model: str = "Qwen3-8B"
@@ -40,6 +41,8 @@ class ClusterPart:
     slots: int = 16
     memory_gb: float = 80.0
     step_times: str = ""
+    other_gpu: str = ""
+    other: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +239,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "cluster.dedicated": (1, 4096),
     "cluster.serving": (0, 4096),
     "cluster.slots": (1, 1024),
+    "cluster.other": (0, 4096),
     "cluster.memory_gb": (1, 1000),
     "serving.capacity_per_s": (0.01, 1000),
     "serving.ttft_ms": (1, 600_000),
@@ -292,11 +296,25 @@ def checked(scenario: Scenario, name: str) -> Scenario:
         if arm not in ARMS:
             raise ConfigError(f"{name}: [simulation] arms has no {arm!r}: {did_you_mean(arm, ARMS)}")
     check_runs(scenario, name)
-    cluster, each = scenario.cluster, scenario.cluster.gpus_per_instance
+    check_cluster(scenario.cluster, name)
+    return scenario
+
+
+def check_cluster(cluster: ClusterPart, name: str) -> None:
+    """Require whole instances, and other GPUs that have a name.
+
+    Raises:
+        ConfigError: they are not so.
+    """
+    each = cluster.gpus_per_instance
     if cluster.dedicated % each or cluster.serving % each:
         counts = f"{cluster.dedicated} and {cluster.serving} GPUs"
         raise ConfigError(f"{name}: [cluster] {counts}: no whole numbers of instances of {each}")
-    return scenario
+    if cluster.other > cluster.dedicated or cluster.other % each:
+        wanted = f"expected at most {cluster.dedicated}, the dedicated ones, in whole instances of {each}"
+        raise ConfigError(f"{name}: [cluster] other is {cluster.other}: {wanted}")
+    if bool(cluster.other) != bool(cluster.other_gpu):
+        raise ConfigError(f"{name}: [cluster] other and other_gpu go together: how many GPUs, and which")
 
 
 def check_runs(scenario: Scenario, name: str) -> None:

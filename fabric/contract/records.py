@@ -108,6 +108,7 @@ class RunConfig(Record):
     prefix_affinity: bool = True  # whether a trajectory's turns wait a while for the worker that made the last one
     longest_first: bool = True  # whether groups of tasks that took long before go before others of their priority
     nearest_first: bool = True  # whether groups near completion go before others of their priority
+    hardware_affinity: bool = True  # whether trajectories begin where hardware suits them; it needs prefix_affinity
     kept_bytes_max: int = 16 << 20  # of groups that were consumed, for people to look at; 0: none is kept
 
     @property
@@ -470,6 +471,8 @@ class WorkerInfo(Record):
         "running_count": (0, SLOT_COUNT_MAX),
         "headroom_fraction": (-WHOLE_MAX, 1),  # below 0: beyond the objective
         "load_fraction": (0, WHOLE_MAX),  # above 1: more than it can serve in time
+        "prefill_us": (0, WHOLE_MAX),
+        "decode_us": (0, WHOLE_MAX),
         "step_error_fraction_p50": (0, WHOLE_MAX),
         "step_error_fraction_p95": (0, WHOLE_MAX),
     }
@@ -535,6 +538,12 @@ class WorkerInfo(Record):
     """Of the last seconds, in which its guard let rollouts run."""
     tokens_per_s: float | None = None
     """Rollout tokens, of late."""
+    hardware: str = ""
+    """What its device is called: workers that say the same are alike. Empty: not told."""
+    prefill_us: int = 0
+    """Microseconds that it pays for a token of a prompt, by its turns of late; 0: not known."""
+    decode_us: int = 0
+    """Microseconds that it pays for a token that it makes in a slot; 0: not known."""
     probe: str | None = None
     """By what its guard sees the serving engine."""
     model_digest: str = ""

@@ -398,14 +398,15 @@ class TurnQueue(Protocol):
         weights_epoch: int = 0,
         takes_suspect: bool = True,
         us_per_token: int = 0,
+        hardware: str = "",
     ) -> Exchange:
         """Hand in what finished, keep what runs, take what is ready: one round trip.
 
         weights_epoch: of the publisher that made the active version the head, 0: not said. Who holds weights of an
         earlier one is given nothing: by this version it, or a run of this name, may have meant others. takes_suspect:
         whether one of those taken may be a suspect (rules/queue/retries.py); a worker holds one at a time.
-        us_per_token: what this worker pays for a token of a prompt, where the run wants prefix affinity, or 0
-        (rules/queue/placement.py).
+        us_per_token: what this worker pays for a token of a prompt, where the run wants prefix affinity, or 0;
+        hardware: its kind (rules/queue/placement.py).
         """
         ...
 
@@ -609,6 +610,14 @@ class LeaseBoard(Protocol):
 
         assigned: worker → the run whose leases it looks at, as it was read; one that must look elsewhere is told and
         woken. Raises RunUnknown, with nothing carried out.
+        """
+        ...
+
+    async def set_read_costs(self, term: int, costs: Mapping[str, Mapping[str, int]]) -> None:
+        """Say which runs have workers of unlike hardware (rules/lending/hardware.py), unless a newer term has begun.
+
+        costs: by run and kind; none: its workers are alike, as they are taken to be when a term begins. Raises
+        RunUnknown, with nothing written.
         """
         ...
 

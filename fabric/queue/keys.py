@@ -32,6 +32,9 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    kept_bytes. first_fence: see use/first.lua. moved_by: as in rf:{run.w}:head.
                                    weights: of the head, by its digest (format/manifest.py, state_digest).
                                    pinned: the version that the run evaluates, if it is an evaluation.
+                                   read_costs: of workers of unlike hardware, lines "cost<tab>kind", see
+                                   rules/lending/hardware.py; first_tokens, first_count: of the turns that waited for
+                                   what suits them since it is there.
                                    Shard 0: agreement (Agreement), as a trainer compared last.
   rf:{run.s}:clock          STRING as rf:{rf}:clock.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).
@@ -93,7 +96,8 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
   rf:{run.s}:turn:agent     HASH   turn_id → agent_id that waits for it. Deleted when its trajectory ends.
   rf:{run.s}:turn:result    HASH   turn_id → TurnResult, for recovery. Deleted when its trajectory ends.
   rf:{run.s}:turn:homed     ZSET   "home class since tokens turn_id", all at 0: turns that wait for the worker that made
-                                   the turn before, by its name (rules/queue/placement.py). Member deleted by claim.
+                                   the turn before, by its name, or "~": for hardware that suits them
+                                   (rules/queue/placement.py). Member deleted by claim.
   rf:{run.s}:turn:homed_at  ZSET   the same members → since when they wait. Member deleted by claim.
   rf:{run.s}:turn:bell:<worker>  LIST one ring at most: a turn waits for this worker. TTL BELL_TTL_MS.
   rf:{run.s}:turn:image     HASH   "trajectory_id/digest" → an image that its turns show, as a file; trajectory_id →

@@ -113,6 +113,12 @@ class RedisLeases:
             await self._assign(term, {each.lease.worker_id: "" for each in changes if codes[id(each)] > SAME_LEASE})
         return [codes[id(change)] >= SAME_LEASE for change in changes]
 
+    async def set_read_costs(self, term: int, costs: Mapping[str, Mapping[str, int]]) -> None:
+        configs = await self._configs(set(costs)) if costs else {}
+        parts = [(keys, costs[run_id]) for run_id, config in configs.items() for keys in _shards(config).all]
+        with translate():
+            checked(await self._scripts.call_many([_leases_call(keys, term, [], cost) for keys, cost in parts]))
+
     async def _write(
         self, term: int, changes: Sequence[LeaseChange], configs: Mapping[str, RunConfig]
     ) -> dict[int, int]:
@@ -232,13 +238,20 @@ def _shards(config: RunConfig) -> RunShards:
     return RunShards(config.run_id, config.shard_count)
 
 
-def _leases_call(keys: ShardKeys, term: int, changes: Sequence[LeaseChange]) -> Call:
-    args: list[Any] = [term]
+def _leases_call(
+    keys: ShardKeys, term: int, changes: Sequence[LeaseChange], read_costs: Mapping[str, int] | None = None
+) -> Call:
+    args: list[Any] = [term, "" if read_costs is None else _lines(read_costs)]
     for change in changes:
         lease = change.lease
         args += [lease.worker_id, lease.lease_epoch, lease.slot_count, change.duration_ms or STANDING]
         args.append(int(change.is_end))
     return ("set_leases", [keys], args)
+
+
+def _lines(read_costs: Mapping[str, int]) -> str:
+    """Write costs as the scripts read them."""
+    return "".join(f"{cost}\t{one_line(kind)}\n" for kind, cost in read_costs.items()) or "-"
 
 
 def _leases(run_id: str, rows: Mapping[bytes, bytes], now_ms: int) -> dict[str, Lease]:

@@ -142,6 +142,7 @@ class RedisTurnQueue:
         weights_epoch: int = 0,
         takes_suspect: bool = True,
         us_per_token: int = 0,
+        hardware: str = "",
     ) -> Exchange:
         outcome, first_error = Exchange(unsettled={row.claim.job.turn_id for row in settles}), FirstError()
         settling = self._by_shard((row.claim.job.turn_id, row) for row in settles)
@@ -155,7 +156,7 @@ class RedisTurnQueue:
                 calls["renew"] = self._renew_call(worker_id, keys, kept)
             if want_here > 0:
                 may_be = int(takes_suspect and not any(is_suspect(claim.loss) for claim in outcome.claims))
-                more: list[Argument] = [SUSPECT_LOSS_COUNT, us_per_token, weights_epoch or ""]
+                more: list[Argument] = [SUSPECT_LOSS_COUNT, us_per_token, weights_epoch or "", hardware]
                 terms: list[Argument] = [worker_id, want_here, self._claim_ms, lease_epoch, active_version, may_be, 1]
                 calls["claim"] = "claim", [keys, keys.turn], [*terms, *more]
             with first_error, translate():

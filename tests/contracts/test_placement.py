@@ -25,8 +25,12 @@ def homed(push: TurnPush, home: str = "w1", **settings: int) -> TurnPush:
     return dataclasses.replace(push, job=job, home=home, **settings)
 
 
-async def take(world: World, worker_id: str, want: int = 8, us_per_token: int = US_PER_TOKEN) -> Exchange:
-    exchange: Exchange = await world.turns.exchange(worker_id, want=want, lease_epoch=1, us_per_token=us_per_token)
+async def take(
+    world: World, worker_id: str, want: int = 8, us_per_token: int = US_PER_TOKEN, hardware: str = ""
+) -> Exchange:
+    exchange: Exchange = await world.turns.exchange(
+        worker_id, want=want, lease_epoch=1, us_per_token=us_per_token, hardware=hardware
+    )
     return exchange
 
 
@@ -288,3 +292,64 @@ async def test_a_full_worker_is_not_told_to_come_again(world: World) -> None:
     await first_turns(world, 8, w1=2, w2=8)
     assert len(names(await take(world, "w1"))) == 2
     assert (await take(world, "w1")).next_ms is None
+
+
+# ---- unlike hardware: reading a token costs 100 us less than expected on kind "good", and 100 us more on "poor"
+
+READ_COSTS = {"good": -100, "poor": 100}
+SLOTS = 8
+
+
+async def firsts(world: World, *token_counts: int, costs: dict[str, int] | None = None) -> None:
+    """Turns without a home, of so many tokens; the first is of g1. w1 and w2 have leases."""
+    for worker_id in ("w1", "w2"):
+        await lease(world, worker_id, slots=SLOTS)
+    await world.board.set_read_costs(1, {"r1": READ_COSTS if costs is None else costs})
+    pushes = []
+    for name, count in zip(("g1", neighbour(world)), token_counts, strict=True):
+        push = turn_of(await held_one(world, name))
+        job = dataclasses.replace(push.job, prompt_ids=np.arange(count, dtype=np.int32))
+        pushes.append(dataclasses.replace(push, job=job))
+    assert await world.turns.push("a1", pushes) == [None, None]
+
+
+@pytest.mark.parametrize(("hardware", "is_long"), [("poor", False), ("good", True)])
+async def test_hardware_takes_what_suits_it_and_leaves_the_rest_to_others(
+    world: World, hardware: str, is_long: bool
+) -> None:
+    await firsts(world, 2000, 400)  # 1200 are usual
+    found = await take(world, "w2", hardware=hardware)
+    assert names(found) == ["g1.0.0" if is_long else f"{neighbour(world)}.0.0"]
+    assert found.next_ms is not None and 0 < found.next_ms <= SLOTS * 0.1 * 800
+    assert len(names(await take(world, "w1", hardware="good" if hardware == "poor" else "poor"))) == 1
+
+
+async def test_a_turn_that_waited_as_long_as_it_costs_more_is_anybodys(world: World) -> None:
+    await firsts(world, 2000, 400)
+    await let_pass(world, SLOTS * 0.1 * 800 + 50)
+    assert len(names(await take(world, "w2", hardware="poor"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hardware", "costs"),
+    [((900, 900), "poor", None), ((2000, 400), "unknown", None), ((2000, 400), "poor", {})],
+    ids=["contexts alike", "a kind that is not known", "hardware alike"],
+)
+async def test_nothing_is_left_to_others_where_nothing_is_known_to_be_unlike(
+    world: World, tokens: tuple[int, int], hardware: str, costs: dict[str, int] | None
+) -> None:
+    await firsts(world, *tokens, costs=costs)
+    assert len(names(await take(world, "w2", hardware=hardware))) == 2
+
+
+async def test_every_idle_worker_looks_at_a_turn_that_waits_for_what_suits_it(world: World) -> None:
+    await firsts(world, 2000, 400)
+    waits = [world.turns.wait(name, 30) for name in ("w1", "w2")]
+    await asyncio.wait_for(asyncio.gather(*waits), 10)
+
+
+async def test_a_new_leader_takes_hardware_to_be_alike_until_it_knows_better(world: World) -> None:
+    await firsts(world, 2000, 400)
+    await world.board.open_term(4)
+    await world.board.set_read_costs(3, {"r1": READ_COSTS})  # of the old one, too late
+    assert len(names(await take(world, "w2", hardware="poor"))) == 2

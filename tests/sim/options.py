@@ -39,6 +39,7 @@ class Options:
     dedicated_count: int
     serving_count: int
     slot_count: int
+    is_unlike: bool  # workers are of two kinds of hardware, by what they say
     step_s: float
     log_s: float
     sleep_after_s: float | None
@@ -96,6 +97,7 @@ class Options:
             "trajectory_count_max": self.trajectory_count_max * random.randint(1, 3),
             "turns_at_commit": random.choice(("keep", "recompute", "finish")),
             "prefix_affinity": random.random() < 0.5,
+            "hardware_affinity": random.random() < 0.5,
             "longest_first": random.random() < 0.5,
             "nearest_first": random.random() < 0.5,
             "weight": random.choice((0.1, 1.0, 7.0)),
@@ -161,6 +163,7 @@ def draw(seed: int, *, job_count: int | None = None) -> Options:
         dedicated_count=random.choice((2, 3) if focus == "workers" else (1,) if revokes else (1, 2, 2)),
         serving_count=random.choice((1, 2) if revokes or focus == "leader" else (0, 1, 1, 2)),
         slot_count=2 if revokes else random.randint(2 if is_long else 1, 4),
+        is_unlike=Random(f"unlike {seed}").random() < 0.3,
         step_s=random.choice((0.1, 0.15)) if is_long else random.choice((0.01, 0.03)),
         log_s=random.choice((0.2, 0.5)),
         sleep_after_s=sleep_after_s,

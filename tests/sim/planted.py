@@ -149,6 +149,11 @@ IN_LUA: dict[str, tuple[str, str]] = {
         " or redis.call('ZSCORE', shard.consumed, group_id) then",
         " then",
     ),
+    # A turn that waits for what suits it is never seen by anybody.
+    "suited-turns-forgotten": (
+        "  wait_at_home(has_home and home or SUITED, class, now, tokens, id)",
+        "  if has_home then wait_at_home(home, class, now, tokens, id) end",
+    ),
     # When a group is complete, its other trajectories are not cancelled.
     "unneeded-trajectories-go-on": (
         "    if r and r.state ~= 'completed' and r.state ~= 'failed' then",

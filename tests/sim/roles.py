@@ -50,6 +50,10 @@ def registry() -> Registry:
     return made
 
 
+KINDS = ("reads well", "reads badly")
+SPEEDS = dict(zip(KINDS, ((20_000, 50_000), (200_000, 50_000)), strict=True))  # us for a token read, and for one made
+
+
 async def agent(world: World, link: Link, stop: asyncio.Event) -> None:
     """A real agent worker."""
     config = AgentConfig(
@@ -77,11 +81,13 @@ async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
         on_rest=lambda word: world.facts.note(name, word),
     )
     world.engines[name] = engine
+    kind = KINDS[len(world.rollouts) % 2] if options.is_unlike else ""
     config = RolloutConfig(
         worker_id=name,
         role=link.process.role,
         pool=POOL if link.process.role == "serving" else "",
         model="tiny",
+        hardware=kind,
         slot_count=options.slot_count,
         log_s=options.log_s,
         first_token_s=FIRST_TOKEN_S,
@@ -96,6 +102,8 @@ async def rollout(world: World, link: Link, stop: asyncio.Event) -> None:
     worker = world.rollouts[name] = RolloutWorker(
         link, engine, config, world.clock, make_receiver=make_receiver, guard=engine.guard_view
     )
+    if kind:  # the engine is fake, and so are its speeds
+        vars(worker._running)["speeds"] = lambda: SPEEDS[kind]
     try:
         async with engine.following(worker.keeper):
             await worker.run(stop)

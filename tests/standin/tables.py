@@ -158,6 +158,16 @@ class RunTables(_Tables):
         self._do("HSET", self.keys.run, "head_version", told[0], "weights", told[1])
 
     @property
+    def read_costs(self) -> str | None:
+        """What reading costs more, by kind of hardware; None: it is alike."""
+        found = self._do("HGET", self.keys.run, "read_costs")
+        return None if found is None else found.decode()
+
+    @read_costs.setter
+    def read_costs(self, _: None) -> None:
+        self._do("HDEL", self.keys.run, "read_costs")
+
+    @property
     def depth(self) -> int:
         return int(self._do("HGET", self.keys.run, "depth"))
 

@@ -32,6 +32,7 @@ from ...fabric.ports.queue import LeaseBoard, Survey
 from ...fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_requests, followed
 from ...fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, plan
 from ...fabric.rules.lending.division import settle
+from ...fabric.rules.lending.hardware import Speeds, read_costs
 from ...fabric.rules.lending.lease import has_ended
 from .demand import Census, Progress, first_of
 from .lease_log import LeaseLog
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 PASSED_S_MAX = 1.0  # most time between two ticks that counts: nobody knows what became of leases in a longer gap
 PLAN_S = 1.0  # between two plans written down for people
+COSTS_S = 30.0  # between two times that the queue is told of unlike hardware, where nothing has changed
 LOOK_S = 1.0  # between two looks at why runs stand still: a cause seen twice in a row is reported
 REASON_LENGTH_MAX = 200  # characters in a plan written down: it has a row for every worker
 
@@ -76,6 +78,8 @@ class Controller:
         self._grants: list[Grant] = []
         self._advice: dict[str, Advice] = {}
         self._owed: dict[str, float] = {}
+        self._read_costs: dict[str, dict[str, int]] = {}  # by run, as the queue knows them
+        self._told_costs_at_s = 0.0
         self._trusting_until_s = 0.0
         self._count = 0
         self._term = 0
@@ -120,6 +124,7 @@ class Controller:
         changes += [LeaseChange(lease=lease, is_end=True) for lease in gone]
         news |= {lease.lease_epoch for lease in gone}
         await self._publish(term, changes, news, survey)
+        await self._tell_costs(term, workers, survey)
         await self._forget(term, silent)
         shown = await self._show(term, workers, grants, runs, self._census.progress(survey))
         await self._tell(survey, lends, shown)
@@ -128,7 +133,7 @@ class Controller:
     def _begin(self, term: int) -> None:
         """Begin a term; forget all of an earlier one, as another process may have led since."""
         self._term, self._count = term, 0
-        self._census, self._grants, self._advice, self._owed = Census(), [], {}, {}
+        self._census, self._grants, self._advice, self._owed, self._read_costs = Census(), [], {}, {}, {}
         self._shown = None
         self._standing = Standing()
         self._lease_log = LeaseLog()
@@ -208,6 +213,22 @@ class Controller:
             log.warning("controller.refused", extra={"term": term, "count": len(done) - sum(done)})
         if events:
             await self._board.add_events(events)
+
+    async def _tell_costs(self, term: int, workers: Mapping[str, WorkerInfo], survey: Survey) -> None:
+        """Tell the queue of runs whose workers are of unlike hardware, and what reading costs there."""
+        costs: dict[str, dict[str, int]] = {}
+        for run_id, status in survey.runs.items():
+            own = [workers[name] for name in survey.leases.get(run_id, ()) if name in workers]
+            speeds = [Speeds(info.hardware, info.prefill_us, info.decode_us) for info in own]
+            is_wanted = status.config.hardware_affinity and status.config.prefix_affinity
+            costs[run_id] = read_costs(speeds, self._read_costs.get(run_id, {})) if is_wanted else {}
+        is_due = self._clock.now_s() - self._told_costs_at_s >= COSTS_S  # a run may have been made again
+        known = self._read_costs
+        news = {name: own for name, own in costs.items() if own != known.get(name, {}) or (own and is_due)}
+        if news:
+            self._told_costs_at_s = self._clock.now_s()
+            await self._board.set_read_costs(term, news)
+        self._read_costs = costs
 
     async def _forget(self, term: int, silent: Mapping[str, tuple[WorkerInfo, int]]) -> None:
         if silent and await self._board.forget_workers(term, list(silent)):

@@ -17,6 +17,8 @@ class RolloutConfig:
     """Turns it can run at once, [1, 4096]."""
     model_digest: str = ""
     """Digest of the model's files (fabric/model/presets.py)."""
+    hardware: str = ""
+    """What its device is called: workers that say the same are taken to be as fast as each other."""
     pool: str = ""
     """serving: the group of workers that its team switches together."""
     is_observing: bool = False

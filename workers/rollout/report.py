@@ -67,6 +67,7 @@ class WorkerReport:
         guests: Mapping[str, int] = MappingProxyType({}),
         behind: str | None = None,
         is_stale: bool = False,
+        speeds: tuple[int, int] = (0, 0),
     ) -> WorkerInfo:
         """Make the record of now.
 
@@ -76,6 +77,7 @@ class WorkerReport:
             receiver: receives the run's weights.
             behind: why the weights are older than the head.
             is_stale: the weights are too old for turns.
+            speeds: microseconds for a token read, and for one made; 0: not known.
 
         Raises:
             EngineError: the engine is gone.
@@ -122,13 +124,15 @@ class WorkerReport:
             pool=self._config.pool,
             tokens_per_s=self._pace.look(stats.token_count, running_count),
             **(_guard_facts(view) if view else {}),
-            **self._memory(),
+            **self._device(*speeds),
         )
 
-    def _memory(self) -> dict[str, Any]:
-        if self._held is None:
-            return {"resident_bytes": resident_bytes()}
-        return {"resident_bytes": self._held.resident_bytes, "device_bytes": self._held.device_bytes}
+    def _device(self, prefill_us: int, decode_us: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"hardware": self._config.hardware, "prefill_us": prefill_us, "decode_us": decode_us}
+        found["resident_bytes"] = resident_bytes()
+        if self._held is not None:
+            found |= {"resident_bytes": self._held.resident_bytes, "device_bytes": self._held.device_bytes}
+        return found
 
 
 def _waited_for(state: str, run_id: str | None, active_version: int, readiness: Readiness) -> str | None:

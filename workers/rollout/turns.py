@@ -26,7 +26,7 @@ from ...fabric.contract.limits import TURN_SIDES_BYTES_MAX
 from ...fabric.contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Span, TokenLog, TurnResult
 from ...fabric.ports.queue import TurnClaim, TurnProgress, TurnQueue, TurnSettle
 from ...fabric.rules.queue.engine_watch import WAITING_FRACTION, Line, Pulse, StallRule, feel, is_stalled
-from ...fabric.rules.queue.placement import PrefillSpeed
+from ...fabric.rules.queue.placement import DecodeSpeed, PrefillSpeed
 from ...fabric.rules.queue.retries import is_suspect
 from ...fabric.rules.queue.room import Holding, KvRoom
 from ...fabric.rules.queue.runs import cache_salt
@@ -52,6 +52,7 @@ class RunningOptions:
     """
 
     worker_id: str
+    hardware: str = ""
     log_s: float
     stall: StallRule
     context_tokens_max: int | None = None
@@ -107,7 +108,7 @@ class RunningTurns:
         self.watch = EngineWatch(engine, options.stall, clock)
         self._kv_room, self._run_id = KvRoom(), ""
         self._capacity: int | None = None  # of the engine's KV cache, in tokens
-        self._prefill = PrefillSpeed()
+        self._prefill, self._decode = PrefillSpeed(), DecodeSpeed()
         self._engine = engine
         self._options = options
         self._clock = clock
@@ -129,6 +130,10 @@ class RunningTurns:
     def count_of(self, run_id: str) -> int:
         """Count the turns of a run that are here."""
         return sum(turn.run_id == run_id for turn in self._turns.values())
+
+    def speeds(self) -> tuple[int, int]:
+        """Return the microseconds that a token costs here to read, and to make in a slot; 0: not known."""
+        return self._prefill.us_per_token if self._prefill.is_known else 0, self._decode.us_per_made
 
     @property
     def unfinished_count(self) -> int:
@@ -226,6 +231,7 @@ class RunningTurns:
             weights_epoch=weights_epoch,
             takes_suspect=not any(is_suspect(turn.claim.loss) for turn in self._turns.values()),
             us_per_token=self._prefill.us_per_token if run.prefix_affinity else 0,
+            hardware=self._options.hardware,
         )
         served.note_claims(want, len(outcome.claims), self._clock.now_s())
         self._come_back(served, outcome.next_ms)
@@ -431,7 +437,9 @@ class RunningTurns:
         if turn.claim.is_handed_over and turn.claim.waited_s is not None:
             turn.timings.note("handover", turn.claim.waited_s + first_s, name)
         if count > 1:
-            turn.timings.note("tpot", (self._clock.now_s() - turn.begun_s - first_s) / (count - 1), name)
+            decode_s = self._clock.now_s() - turn.begun_s - first_s
+            self._decode.note(count - 1, decode_s)
+            turn.timings.note("tpot", decode_s / (count - 1), name)
 
     def _trace(self, turn: RunningTurn, made: Generation | None, outcome: str) -> None:
         """Add the spans of a claim that ends now."""

@@ -89,7 +89,11 @@ class RolloutWorker:
         self._has_ended = asyncio.Event()
         rule = StallRule(stall_s=config.stall_s, first_token_s=config.first_token_s)
         running = RunningOptions(
-            worker_id=config.worker_id, log_s=config.log_s, stall=rule, context_tokens_max=config.context_tokens_max
+            hardware=config.hardware,
+            worker_id=config.worker_id,
+            log_s=config.log_s,
+            stall=rule,
+            context_tokens_max=config.context_tokens_max,
         )
         self._timings = Timings(new_process_id(), spans)
         self._running = RunningTurns(engine, running, clock, wake=self._wake.set)
@@ -521,6 +525,7 @@ class RolloutWorker:
             behind=self._behind(),
             is_stale=self._is_stale(),
             receiver=self._receiver,
+            speeds=self._running.speeds(),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -102,6 +103,12 @@ def model_of(name: str, gpu: str, gpu_count: int, error: float = 1.0, path: str 
         raise ConfigError(f"no step times for {wanted!r} (model, gpu, gpus): {did_you_mean(wanted, known)}")
     scaled = {each: getattr(found.cost, each) * error for each in StepCost.__slots__ if each != "expert_part"}
     return replace(found, cost=replace(found.cost, **scaled))
+
+
+def cheapest(models: Sequence[Model]) -> StepCost:
+    """Return the least of each coefficient: no step of any of them is shorter."""
+    first, *_ = costs = [model.cost for model in models]
+    return replace(first, **{name: min(getattr(cost, name) for cost in costs) for name in StepCost.__slots__})
 
 
 def kv_room_tokens(model: Model, memory_gb: float, gpu_count: int, beside_gb: float = 0.0) -> int:

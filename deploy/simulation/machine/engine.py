@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from ....fabric.rules.queue.placement import PrefillSpeed
+from ....fabric.rules.queue.placement import DecodeSpeed, PrefillSpeed
 from ....fabric.rules.queue.room import Holding, KvRoom
 from ....fabric.rules.serving.facts import StepWork
 from .books import Books, Broken
@@ -43,7 +43,7 @@ ACCOUNT_S = 1e-6  # of a run's seconds, that rounding may lose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What an instance is. kv_tokens: of rollouts' KV cache; chunk_tokens: of prompts in one step."""
+    """What an instance is. kv_tokens: of rollouts' KV cache; chunk_tokens: of prompts in a step; hardware: its kind."""
 
     name: str
     cost: StepCost
@@ -53,6 +53,7 @@ class EngineOptions:
     chunk_tokens: int
     noise: float = 0.0
     seed: int = 0
+    hardware: str = ""
 
 
 class Engine:
@@ -82,8 +83,8 @@ class Engine:
         self._most_tokens = 0  # that its turns may ever come to hold
         self._kv_room = KvRoom()
         self._bound: tuple[float, int, int | None] = (-1.0, -1, 0)
-        self._prefill = PrefillSpeed()
-        self.us_per_token = self._prefill.us_per_token
+        self._prefill, self._decode = PrefillSpeed(), DecodeSpeed()
+        self.us_per_token, self.us_per_made = self._prefill.us_per_token, 0
         self.rollout_s = self.serving_s = self.switch_s = self.idle_s = 0.0
         self.free_since = 0
         self.decoding: dict[Turn, None] = {}
@@ -105,6 +106,11 @@ class Engine:
         self._prefills: list[tuple[Turn, int]] = []
 
     # ---- who runs
+
+    @property
+    def prefill_us(self) -> int:
+        """What a token of a prompt costs here, in microseconds; 0: not known."""
+        return self.us_per_token if self._prefill.is_known else 0
 
     def turns(self) -> list[Turn]:
         """Return its turns, in about the order in which they were begun."""
@@ -194,8 +200,8 @@ class Engine:
         """Begin as a new process, without weights, and with nothing learned."""
         self.forget_prefixes()
         self.version, self.fetched_s = -1, None
-        self._prefill, self._kv_room = PrefillSpeed(), KvRoom()
-        self.us_per_token = self._prefill.us_per_token
+        self._prefill, self._decode, self._kv_room = PrefillSpeed(), DecodeSpeed(), KvRoom()
+        self.us_per_token, self.us_per_made = self._prefill.us_per_token, 0
 
     def wake(self) -> None:
         """Look for work anew: something has changed."""
@@ -422,6 +428,7 @@ class Engine:
                 self.decoding[turn] = None
                 self._prefill.note(turn.read_tokens, self._events.now_s - turn.begun_s)
                 self.us_per_token = self._prefill.us_per_token
+                turn.first_s, turn.first_made = self._events.now_s, turn.made + 1
                 turn.made += 1
                 made += 1
                 self._context += 1
@@ -436,6 +443,9 @@ class Engine:
             if turn.engine == self.name and turn.end_step == step and turn in self.decoding:
                 self._remove(turn)
                 self._books.ends(turn)
+                if turn.made > turn.first_made:
+                    self._decode.note(turn.made - turn.first_made, self._events.now_s - turn.first_s)
+                    self.us_per_made = self._decode.us_per_made
                 self._kv_room.note_ended(turn.made)
                 turn.is_over = True
                 ended.append(turn)

@@ -79,6 +79,8 @@ class Turn:
         "context_tokens",
         "end_step",
         "engine",
+        "first_made",
+        "first_s",
         "fresh_tokens",
         "home",
         "is_over",
@@ -103,6 +105,7 @@ class Turn:
         self.name = str(self.key)
         self.context_tokens, self.fresh_tokens, self.output_tokens = context_tokens, fresh, output
         self.made = self.saved = self.left_prefill = self.read_tokens = self.since_step = self.end_step = 0
+        self.first_made, self.first_s = 0, 0.0  # with its first token at its engine: its tokens then, and when
         self.begun_s = self.waits_since_s = self.renewed_at_s = 0.0
         self.version = -1  # of the policy that began it
         self.was_held = self.is_over = False

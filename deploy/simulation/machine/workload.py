@@ -2,6 +2,8 @@
 
 - frozenlake, alfworld: our parameters after ROSE's settings; swe: fitted to a measured SWE run (verl, 8 H200);
   reasoning: a lognormal through the published quantiles of DeepSeek-R1's outputs in ServeGen.
+- search: our parameters, for work that reads some 20 times as much as it makes; mixed: four groups of it in five, the
+  others short reasoning.
 - LN(m, s) is a lognormal with median m and log-deviation s. Failing trajectories run to their cap of turns.
 - The same seed and step give the same trajectories, whatever arm runs them.
 """
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 Dice = np.random.Generator
+SEARCHES = 0.8  # of the groups of mixed work
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,28 @@ def _swe(dice: Dice, size: int) -> Group:
     return tuple(found)
 
 
+def _search(dice: Dice, size: int) -> Group:
+    found = []
+    for _ in range(size):
+        count = int(_ln(dice, 8, 0.5, 3, 20))
+        turns = tuple(
+            TurnPlan(
+                int(_ln(dice, 60, 0.7, 10, 1000)), int(_ln(dice, 1500, 0.8, 100, 6000)), _ln(dice, 0.5, 1.0, 0, 60)
+            )
+            for _ in range(count)
+        )
+        found.append(TrajectoryPlan(2000, turns))
+    return tuple(found)
+
+
+def _mixed(dice: Dice, size: int) -> Group:
+    if dice.random() < SEARCHES:
+        return _search(dice, size)
+    hard = _ln(dice, 1.0, 0.5)
+    outs = [int(min(8000, max(50, _ln(dice, 812, 0.99) * hard))) for _ in range(size)]
+    return tuple(TrajectoryPlan(300, (TurnPlan(out, 0, 0.0),)) for out in outs)
+
+
 def _reasoning(dice: Dice, size: int) -> Group:
     hard = _ln(dice, 1.0, 0.5)
     outs = [int(min(30_000, max(50, _ln(dice, 812, 0.99) * hard))) for _ in range(size)]
@@ -105,6 +130,8 @@ KINDS: dict[str, Kind] = {
     "frozenlake": Kind(draw=_frozenlake, turn_tokens_max=4096),
     "alfworld": Kind(draw=_alfworld, turn_tokens_max=2048),
     "swe": Kind(draw=_swe, turn_tokens_max=4096),
+    "search": Kind(draw=_search, turn_tokens_max=4096),
+    "mixed": Kind(draw=_mixed, turn_tokens_max=8192),
     "reasoning": Kind(draw=_reasoning, turn_tokens_max=30_000),
 }
 

@@ -10,6 +10,11 @@
 - No worker takes more than its share while others have room: by its slots, of the trajectories that are under way, and
   an eighth more. What waits for it beyond that waits as for any home; what is for anybody is left to others for
   READY_MS. So one worker does not become the home of all because it asked first.
+- A turn without a home begins where hardware suits it. A worker leaves it to others for as long as it costs more there,
+  counted in all of the worker's slots: what reading a token costs more than on others (rules/lending/hardware.py),
+  times the tokens that it has beyond such turns' usual. So long contexts go to workers that read well, and short ones
+  to those that make tokens well; where all are alike, or all contexts are, nobody waits. `unsuited_s` says it once
+  more, for simulations.
 - Nothing waits for long: PATIENCE_MS_MAX bounds the wait by choice. Beyond it and GRACE_MS, a turn goes before all
   others, at whatever worker has a place.
 
@@ -29,6 +34,7 @@ GRACE_MS = 1000
 READY_MS = 50
 US_PER_TOKEN = 100  # until it is known: an 8B model on a good GPU reads a prompt's token in some 50 µs
 US_PER_TOKEN_MAX = 100_000
+US_PER_MADE_MAX = 100_000_000
 SEEN_COUNT_MIN = 8
 FORGETTING = 0.98  # of what is known, with each turn
 HOME_COUNT_MAX = 1 << 16
@@ -64,6 +70,39 @@ class Homes:
         return self._by_name.pop(trajectory_id, NO_HOME)
 
 
+def unsuited_s(context_tokens: int, usual_tokens: float, *, read_cost: int, slot_count: int) -> float:
+    """Compute how long a worker leaves a turn without a home to others, in seconds.
+
+    Args:
+        context_tokens: of the turn. usual_tokens: what such turns have in the mean.
+        read_cost: what reading a token costs on the worker's kind more than on others, in microseconds.
+    """
+    us = slot_count * read_cost * (context_tokens - usual_tokens)
+    return min(max(0.0, us / 1e6), PATIENCE_MS_MAX / 1000)
+
+
+@dataclass(slots=True)
+class DecodeSpeed:
+    """What a worker pays for a token that it makes in a slot: seconds over tokens after turns' first, the last most."""
+
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+    _seen: int = 0
+
+    def note(self, token_count: int, seconds: float) -> None:
+        """Count a turn that made so many tokens after its first, in so long."""
+        self._tokens = self._tokens * FORGETTING + token_count
+        self._seconds = self._seconds * FORGETTING + seconds
+        self._seen += 1
+
+    @property
+    def us_per_made(self) -> int:
+        """Microseconds, 1 to US_PER_MADE_MAX; 0: too few turns were seen."""
+        if self._seen < SEEN_COUNT_MIN or self._tokens <= 0:
+            return 0
+        return round(min(max(1e6 * self._seconds / self._tokens, 1.0), US_PER_MADE_MAX))
+
+
 @dataclass(slots=True)
 class PrefillSpeed:
     """What a worker pays for a token of a prompt: the slope of times to first token over tokens read, the last most.
@@ -87,10 +126,18 @@ class PrefillSpeed:
         self._seen += 1
 
     @property
+    def is_known(self) -> bool:
+        """Whether turns of different lengths were seen, and enough of them."""
+        return self._seen >= SEEN_COUNT_MIN and self._spread >= self._count**2
+
+    @property
+    def _spread(self) -> float:
+        return self._count * self._tokens_squared - self._tokens**2
+
+    @property
     def us_per_token(self) -> int:
         """Microseconds, 1 to US_PER_TOKEN_MAX."""
-        spread = self._count * self._tokens_squared - self._tokens**2
-        if self._seen < SEEN_COUNT_MIN or spread < self._count**2:  # all as long as one another: no slope
+        if not self.is_known:  # all as long as one another: no slope
             return US_PER_TOKEN
-        slope = (self._count * self._product - self._tokens * self._seconds) / spread
+        slope = (self._count * self._product - self._tokens * self._seconds) / self._spread
         return round(min(max(slope * 1e6, 1.0), US_PER_TOKEN_MAX))

@@ -1,11 +1,11 @@
 -- claim(worker, want, claim_ms, lease_epoch | '-', active_version, takes_suspect 0 | 1, inside 0 | 1, suspect_loss,
---   us_per_token, weights_epoch | '')
--- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect among them at
--- most, and none unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it. Of one
--- class, turns that wait for this worker are the first; what is beyond its share, and what pays here, the last of all.
--- Returns {1, wall_ms, next_ms, {id, fence, attempt, loss, job, log, entry_id}…} · {0} no valid lease · {-1, head} weights too
--- old, or of a publisher before. next_ms: when a turn of others may be taken, or -1; of trajectories: their first fence. An entry's id begins with the machine's time as its job became
--- ready; suspects have none. What has no record, or is not ready, is dropped; what cannot be read is the reaper's.
+--   us_per_token, weights_epoch | '', hardware)
+-- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect at most, and none
+-- unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it. Of one class, turns that
+-- wait for this worker come first; what is beyond its share, and what pays here, last of all. What has no record, or is
+-- not ready, is dropped; what cannot be read is the reaper's. Returns {0} no valid lease · {-1, head} weights too old, or
+-- of a publisher before · {1, wall_ms, next_ms, {id, fence, attempt, loss, job, log, entry_id}…}: next_ms: when a turn of
+-- others may be taken, or -1; of trajectories: their first fence; entry_id: when it was ready, by the machine; not of suspects.
 -- keys shard.begun shard.clock shard.lease_slots shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log
 -- keys jobs.ready jobs.record jobs.suspects
 -- flags allow-oom
@@ -26,7 +26,7 @@ if is_turn then
 elseif must_wait_for_consumer() then class_count = 1 end
 local ids, since, next_ms, takes_suspect, suspect_loss = {}, {}, -1, ARGV[6] == '1', tonumber(ARGV[8])
 if takes_suspect and want > 0 then ids[1] = next_suspect(jobs.suspects, jobs.record) end
-local function strays(grace) return take_strays(tonumber(ARGV[9]), grace, want - #ids, now, wall - now, ids, since) end
+local function strays(grace) return take_strays({worker, ARGV[9], ARGV[11]}, grace, want - #ids, now, wall - now, ids, since) end
 if some_wait and want > #ids and is_overdue(some_wait, now) then strays(GRACE_MS) end
 local own = some_wait and find_home(worker, math.min(want, room) - #ids) or {}
 for class = 1, class_count do

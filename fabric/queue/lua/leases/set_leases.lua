@@ -1,20 +1,26 @@
--- set_leases(term, then per change: worker, lease_epoch, slot_count, duration_ms | 0, remove)
+-- set_leases(term, read_costs | '', then per change: worker, lease_epoch, slot_count, duration_ms | 0, remove)
 -- Publish, extend, shrink or end leases on one shard. Nobody of an older term writes any more once a newer one has
 -- (also without a change, which only says that the term has begun), and an older epoch never overwrites a newer one.
--- Counts the slots of all leases, for those who share out turns.
+-- Counts the slots of all leases, for those who share out turns. read_costs: where the
+-- run's workers are of unlike hardware, what reading a token costs more on each kind (rules/lending/hardware.py), lines
+-- "cost<tab>kind"; "-": they are alike, as they are taken to be when a term begins.
 -- Returns per change 2 it is another lease now · 1 the same, extended · -1 a newer term or lease is in place
--- keys shard.clock shard.lease_slots shard.lease_term shard.leases
+-- keys shard.clock shard.lease_slots shard.lease_term shard.leases shard.run
 -- flags allow-oom
 -- use count term look time batch
 local term, now = tonumber(ARGV[1]), now_ms(shard.clock, true)
 local last = read_term(shard.lease_term)
 if term > last then redis.call('SET', shard.lease_term, ARGV[1]) end
+if term > last or term == last and ARGV[2] == '-' then
+  redis.call('HDEL', shard.run, 'read_costs', 'first_tokens', 'first_count')
+end
+if term >= last and #ARGV[2] > 2 then redis.call('HSET', shard.run, 'read_costs', ARGV[2]) end
 
 local workers, answer, written, removed = {}, {}, {}, {}
-for i = 2, #ARGV, 5 do workers[#workers + 1] = ARGV[i] end
+for i = 3, #ARGV, 5 do workers[#workers + 1] = ARGV[i] end
 local held = fetch_all(shard.leases, workers)
 for n, worker in ipairs(workers) do
-  local i = 5 * n - 3
+  local i = 5 * n - 2
   local epoch = tonumber(ARGV[i + 1])
   local held_epoch = whole(held[n] and string.match(held[n], '^(%d+) '), -1)
   answer[n] = held_epoch == epoch and 1 or 2

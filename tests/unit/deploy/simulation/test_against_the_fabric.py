@@ -51,6 +51,7 @@ CALM = replace(
     dedicated_count=2,
     serving_count=0,
     slot_count=4,
+    is_unlike=False,
     step_s=0.05,
     log_s=0.5,
     sleep_after_s=None,

@@ -9,7 +9,7 @@ from rollfab.fabric.contract.clock import Clock, SystemClock
 from rollfab.fabric.contract.lease_plan import EPOCHS_PER_TERM, LeaseChange
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting
-from rollfab.workers.controller.controller import Controller, ControllerConfig
+from rollfab.workers.controller.controller import COSTS_S, Controller, ControllerConfig
 from rollfab.workers.controller.demand import Census
 from tests.standin.fabric import StandInFabric
 
@@ -508,3 +508,24 @@ async def advised(setting: Setting) -> dict[str, int]:
     plan = await setting.board.plan()
     assert plan is not None
     return plan.extra_requests
+
+
+async def test_the_queue_is_told_of_unlike_hardware_and_of_a_run_that_was_made_again() -> None:
+    clock = HandClock()
+    setting = await Setting().begin(8)
+    controller, told = setting.controller(clock=clock), setting.fabric.tables_of("r1")
+    for name, prefill_us in (("dedicated", 40), ("d2", 280)):
+        await setting.beat(name, "dedicated", hardware=name, prefill_us=prefill_us, decode_us=10_000)
+    await controller.tick(1)  # leases
+    assert told.read_costs is None
+    await controller.tick(1)
+    assert told.read_costs == "-120\tdedicated\n120\td2\n"
+    told.read_costs = None  # the run was deleted, and made again
+    clock.now += COSTS_S
+    for name in ("dedicated", "d2"):
+        await setting.beat(name, "dedicated", hardware=name, prefill_us=280 if name == "d2" else 40, decode_us=10_000)
+    await controller.tick(1)
+    assert told.read_costs is not None
+    await setting.beat("d2", "dedicated", hardware="dedicated", prefill_us=40, decode_us=10_000)
+    await controller.tick(1)
+    assert told.read_costs is None

@@ -1,6 +1,8 @@
--- Turns that wait for the worker that made the turn before: its prefix cache may hold their context (their home).
+-- Turns that wait for the worker that made the turn before: its prefix cache may hold their context (their home). Of a run on
+-- unlike hardware those without one wait here too, for a worker that suits them, under the name SUITED, which no worker has.
 -- Rules and bounds: rules/queue/placement.py. Both sets hold the members "home class since tokens id". Needs batch.lua.
 -- keys shard.turn_homed shard.turn_homed_at
+local SUITED = '~'
 
 local function forget_homed(members)
   call_in_parts('ZREM', shard.turn_homed, members)
