@@ -7,6 +7,8 @@ A task takes about as many turns as the round before, seldom just as many, and c
 No order can do better than the *floor*: the longest groups alone on the machine, or as many turns spread evenly over
 all groups, whichever takes longer. Both are measured with the usual lengths, before and after the rounds, and a round's
 floor is made from them by its longest task and its turns.
+
+Where slots are plenty, no order helps, but putting tails off does (rounds.py): that is measured apart, as trainings.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.bench.lively import lively_weights
 from tests.bench.measure import Figure, alternate
 
 from ..overhead.arms import WholeFabric, Workload
+from .rounds import put_tails_off, train_on_all
 
 GOAL = 1.2
 GROUP_SIZE = 2
@@ -35,6 +38,7 @@ ARMS = {
     "ours": {"longest_first": True, "nearest_first": True},
 }
 DEVIATION = 0.2  # of the logarithm of a task's turns, from round to round
+EPOCH_STEPS = 8  # steps of a training
 TURN_COUNT_MAX = 48  # of which the tiny preset holds the tokens
 
 
@@ -60,6 +64,8 @@ class Settings:
 
     cases: tuple[Case, ...]
     round_count: int
+    put_off: Case
+    epoch_count: int
     arms: tuple[str, ...] = field(default=tuple(ARMS))
 
 
@@ -73,8 +79,17 @@ FULL = Settings(
         Case(name="few long tasks, all begun at once", turn_counts=FEW_LONG, slot_count=8, place_count=32),
     ),
     round_count=9,
+    put_off=Case(name="few long tasks, a slot each", turn_counts=FEW_LONG, slot_count=64, place_count=64),
+    epoch_count=3,
 )
-QUICK = Settings(cases=(SPREAD_OUT,), round_count=3, arms=("first come", "ours"))
+QUICK = replace(
+    FULL,
+    cases=(SPREAD_OUT,),
+    round_count=3,
+    arms=("first come", "ours"),
+    put_off=replace(FULL.put_off, step_s=0.03),
+    epoch_count=1,
+)
 
 
 def measure(settings: Settings) -> Report:
@@ -84,47 +99,27 @@ def measure(settings: Settings) -> Report:
         FabricError: a process of a fabric ended, or an arm made other turns than it should.
     """
     rows = [measure_case(case, settings) for case in settings.cases]
+    put_off = measure_put_off(settings)
     headline = rows[0]
     return Report(
         name="tails",
         params={"settings": asdict(settings), "goal": GOAL},
-        results={"step_s": headline["step_s"]["ours"], "rows": rows},
+        results={"step_s": headline["step_s"]["ours"], "rows": rows, "put_off": put_off},
         baselines={"first come": headline["step_s"]["first come"], "floor": headline["step_s"]["floor"]},
         ratio={
             "first come": headline["ratio"]["ours"],
             "first come_spread": headline["ratio_spread"]["ours"],
             "by_case": {row["name"]: row["ratio"]["ours"] for row in rows},
+            "put_off": put_off["ratio"],
+            "put_off_spread": put_off["ratio_spread"],
         },
     )
 
 
 def measure_case(case: Case, settings: Settings) -> dict[str, Any]:
     """Measure one case: rounds of all arms by turns, and the floor before and after."""
-    weights = lively_weights(case.model)
-    workload = Workload(
-        name=case.name,
-        model=case.model,
-        trajectory_count=GROUP_SIZE * len(case.turn_counts),
-        turn_count=TURN_COUNT_MAX,
-        completion_tokens=case.completion_tokens,
-        observation_tokens=case.observation_tokens,
-    )
-    words = ("--slots", str(case.slot_count), "--context", "512")
-    worker = ("bench", "paced", *words, "--step", str(case.step_s)) if case.step_s else ()
     with ExitStack() as stack:
-        fabrics = {
-            name: stack.enter_context(
-                WholeFabric(
-                    workload,
-                    weights,
-                    words,
-                    run_options=ARMS[name],
-                    place_count=case.place_count,
-                    worker=worker,
-                )
-            )
-            for name in settings.arms
-        }
+        fabrics = {name: stack.enter_context(fabric_of(case, ARMS[name])) for name in settings.arms}
         for fabric in fabrics.values():  # the first lease, the first weights; and what ours learns from
             step_s(fabric, tasks_of(case, -1))
         floors = [_floor_s(fabrics["first come"], case)]
@@ -148,6 +143,56 @@ def measure_case(case: Case, settings: Settings) -> dict[str, Any]:
         "ratio_spread": {name: figure.spread for name, figure in ratios.items()},
         "ratio_of_sums": {name: sum(steps["first come"].rounds) / sum(steps[name].rounds) for name in columns},
         "floor_parts_s": parts,
+    }
+
+
+def fabric_of(case: Case, run_options: dict[str, bool]) -> WholeFabric:
+    """Make a fabric for a case, not started."""
+    workload = Workload(
+        name=case.name,
+        model=case.model,
+        trajectory_count=GROUP_SIZE * len(case.turn_counts),
+        turn_count=TURN_COUNT_MAX,
+        completion_tokens=case.completion_tokens,
+        observation_tokens=case.observation_tokens,
+    )
+    words = ("--slots", str(case.slot_count), "--context", "512")
+    worker = ("bench", "paced", *words, "--step", str(case.step_s)) if case.step_s else ()
+    return WholeFabric(
+        workload,
+        lively_weights(case.model),
+        words,
+        run_options=run_options,
+        place_count=case.place_count,
+        worker=worker,
+    )
+
+
+def measure_put_off(settings: Settings) -> dict[str, Any]:
+    """Measure trainings of EPOCH_STEPS steps of the case's tasks, in one fabric: waiting for all, and putting off."""
+    case = settings.put_off
+    count = len(case.turn_counts)
+    with fabric_of(case, ARMS["ours"]) as fabric:
+        step_s(fabric, tasks_of(case, -1))
+        pairs = []
+        for epoch in range(settings.epoch_count):
+            tasks = [task for step in range(EPOCH_STEPS) for task in tasks_of(case, epoch * EPOCH_STEPS + step)]
+            pairs.append(
+                (
+                    train_on_all(fabric, tasks, count, GROUP_SIZE),
+                    put_tails_off(fabric, tasks, count, GROUP_SIZE, f"epoch-{epoch}"),
+                )
+            )
+    ratio = Figure(tuple(waits.duration_s / off.duration_s for waits, off in pairs))
+    return {
+        "name": case.name,
+        "step_s": {
+            "all": Figure(tuple(waits.duration_s / EPOCH_STEPS for waits, _ in pairs)).median,
+            "put off": Figure(tuple(off.duration_s / EPOCH_STEPS for _, off in pairs)).median,
+        },
+        "ratio": ratio.median,
+        "ratio_spread": ratio.spread,
+        "lost": Figure(tuple(off.lost for _, off in pairs)).median,
     }
 
 
@@ -217,5 +262,10 @@ def print_table(report: Report) -> None:
                     "" if name == "first come" else f"{each['ratio_of_sums'][name]:.2f}",
                 ]
             )
+    off = found["results"]["put_off"]
+    low, high = off["ratio_spread"]
+    rows.append([off["name"], "waits for all", number(off["step_s"]["all"]), "", ""])
+    told = f"{off['ratio']:.2f}  ({low:.2f} to {high:.2f})"
+    rows.append(["", f"tails put off, {off['lost']:.0%} lost", number(off["step_s"]["put off"]), told, ""])
     columns = ["", "order", "step s", "first come ÷ it", "all steps ÷ all of it"]
     show("rollfab bench tails", columns, rows, [f"goal {GOAL}; CPU; machine: {found['machine']}"])
