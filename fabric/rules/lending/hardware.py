@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import NamedTuple
 
-UNLIKE, ALIKE = 1.5, 1.2
+UNLIKE, ALIKE = 2.0, 1.5
 SAME = 1.25  # costs that differ by less are not told again
 KIND_COUNT_MAX = 16  # more are taken to be alike
 

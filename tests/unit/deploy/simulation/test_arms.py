@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lupa.lua51 import LuaRuntime
 
-from rollfab.deploy.simulation import lending
+from rollfab.deploy.simulation import cluster, lending
 from rollfab.deploy.simulation import run as runs
 from rollfab.deploy.simulation.arms import ARMS, idle_only, rose
 from rollfab.deploy.simulation.cluster import Cluster, urgency
@@ -84,8 +84,20 @@ def test_ours_changes_with_a_rule_of_production(name: str, monkeypatch: pytest.M
         assert after["harvested"] == 0
 
 
+def test_turns_wait_for_hardware_that_suits_them_as_production_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = replace(SMALL.cluster, gpu="h200", dedicated=4, serving=0, slots=8, memory_gb=96.0)
+    work = WorkPart(kind="mixed", groups=8, group_size=8, steps=2)
+    unlike = replace(SMALL, cluster=replace(fast, other=2, other_gpu="h20"), work=work)
+    suited, first_come = (run(arm, unlike).steps for arm in ("fixed", "no-hardware"))
+    assert suited != first_come
+    alike = replace(unlike, cluster=fast)
+    assert run("fixed", alike).steps == run("no-hardware", alike).steps
+
+    monkeypatch.setattr(cluster, "read_costs", lambda *_: {})
+    assert run("fixed", unlike).steps == first_come
+
+
 def test_a_rollout_that_production_calls_stale_reaches_no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollfab.deploy.simulation import cluster
 
     assert once("async").steps  # one version behind is what the run permits
     monkeypatch.setattr(cluster, "is_stale", lambda version, head, staleness: head - version > 0)

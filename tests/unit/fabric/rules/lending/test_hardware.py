@@ -40,7 +40,7 @@ def test_a_kind_is_as_fast_as_most_of_its_workers() -> None:
 def test_what_is_said_changes_only_with_what_is_worth_it() -> None:
     before = {"good": -110, "poor": 110}
     assert read_costs([GOOD, GOOD, POOR, POOR], before) == before
-    nearly = [GOOD, Speeds("poor", 55, 10_000)]
+    nearly = [GOOD, Speeds("poor", 70, 10_000)]
     assert read_costs(nearly, {}) == {} != read_costs(nearly, before)
 
 
