@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,11 +20,13 @@ import numpy.typing as npt
 import orjson
 
 from ...fabric.contract.errors import InputError
+from .numbers import PER_SECOND_MAX, SECONDS_MAX, TOKENS_MAX, number, within
 from .records import Arrival
 from .scale import Floats, placed, window
 
 WINDOW_S = 600.0
 LENGTHS_S = 6 * 3600.0
+WEEK_MINUTES = 7 * 24 * 60
 GAMMA, WEIBULL = 1, 2  # `pattern` of a client in a window; 0: it sends nothing
 MISSING = -1
 
@@ -84,12 +87,16 @@ def read_curve(text: str, lengths: Sequence[Arrival]) -> Curve:
     Raises:
         InputError: a line cannot be read, or there are fewer than two.
     """
+    reader, rows = csv.DictReader(text.splitlines()), []
     try:
-        rows = [(float(row["t_s"]), float(row["req_per_min"])) for row in csv.DictReader(text.splitlines())]
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"no curve of t_s and req_per_min: {error!r}") from error
-    if len(rows) < 2:
-        raise InputError("a curve needs two points")
+        for row in reader:
+            rows.append(
+                (number(row, "t_s", SECONDS_MAX, -SECONDS_MAX), number(row, "req_per_min", 60 * PER_SECOND_MAX))
+            )
+    except (ValueError, csv.Error) as error:
+        raise InputError(f"no curve of t_s and req_per_min: line {reader.line_num}: {error}") from error
+    if len({at_s for at_s, _ in rows}) < 2:
+        raise InputError("a curve needs two points, at different times")
     at_s, per_min = np.array(sorted(rows)).T
     return Curve(at_s - at_s[0], per_min / 60, lengths)
 
@@ -105,8 +112,13 @@ def read_burstgpt(data: dict[str, Any], lengths: Sequence[Arrival]) -> Curve:
     try:
         minutes, tokens_per_s = np.array(data["week1_minute_tps"], dtype=np.float64).T
         requests, tokens = np.array(data["daily_req_tok"], dtype=float).sum(axis=0)
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"no aggregates of BurstGPT: {error!r}") from error
+        within(minutes, "the minutes of week1_minute_tps", WEEK_MINUTES)
+        within(tokens_per_s, "the tokens of week1_minute_tps", PER_SECOND_MAX * TOKENS_MAX)
+        within(np.array((requests, tokens)), "the sums of daily_req_tok", sys.float_info.max, 1)
+    except KeyError as error:
+        raise InputError(f"no aggregates of BurstGPT: it has no {error.args[0]}") from error
+    except (ValueError, TypeError) as error:
+        raise InputError(f"no aggregates of BurstGPT: {error}") from error
     rates: Floats = np.zeros(int(minutes.max()) + 1)
     rates[minutes.astype(int)] = tokens_per_s / (tokens / requests)
     return Curve(np.arange(len(rates), dtype=np.float64) * 60, rates, lengths)
@@ -161,7 +173,7 @@ class ServeGen:
     def _gaps(self, client: int, index: int, count: int, dice: np.random.Generator) -> Floats:
         """Draw gaps in any unit; they are never all zero."""
         shape, pattern = float(self.shape_C_W[client, index]), int(self.pattern_C_W[client, index])
-        if shape <= 0 or pattern not in (GAMMA, WEIBULL):
+        if not shape > 0 or pattern not in (GAMMA, WEIBULL):
             return dice.exponential(size=count)
         gaps: Floats = dice.gamma(shape, size=count) if pattern == GAMMA else dice.weibull(shape, size=count)
         return np.maximum(gaps, 1e-12)
@@ -206,7 +218,32 @@ def read_servegen(arrays: dict[str, npt.NDArray[Any]]) -> ServeGen:
     missing = [name for name in names if name not in arrays]
     if missing:
         raise InputError(f"no arrays of ServeGen: {', '.join(missing)} missing")
-    return ServeGen(*(arrays[name] for name in names))
+    found = ServeGen(*(arrays[name] for name in names))
+    try:
+        _check_servegen(found)
+    except ValueError as error:
+        raise InputError(f"no arrays of ServeGen: {error}") from error
+    return found
+
+
+def _check_servegen(found: ServeGen) -> None:
+    """Require that the arrays go together and hold numbers that clients can have.
+
+    Raises:
+        ValueError: they do not.
+    """
+    windows, lengths = found.rate_C_W.shape, found.prompt_C_L_Q.shape
+    if len(windows) != 2 or {found.pattern_C_W.shape, found.shape_C_W.shape} != {windows} or not found.rate_C_W.size:
+        raise ValueError("rate_rps, pattern and pat_shape are not of the same clients and windows")
+    is_alike = len(lengths) == 3 and found.completion_C_L_Q.shape == lengths and found.prompt_C_L_Q.size
+    if not is_alike or (lengths[0], *found.levels_Q.shape) != (windows[0], lengths[2]):
+        raise ValueError("input_tokens_q and output_tokens_q are not of these clients, at these quantile_levels")
+    within(found.rate_C_W, "rate_rps", PER_SECOND_MAX)
+    within(found.pattern_C_W, "pattern", 255)
+    within(np.nan_to_num(found.shape_C_W, nan=0.0, posinf=np.inf), "pat_shape", float(np.finfo(np.float32).max), -1)
+    within(found.levels_Q, "quantile_levels", 1)
+    within(found.prompt_C_L_Q, "input_tokens_q", TOKENS_MAX, MISSING)
+    within(found.completion_C_L_Q, "output_tokens_q", TOKENS_MAX, MISSING)
 
 
 def parse_json(data: bytes) -> dict[str, Any] | None:

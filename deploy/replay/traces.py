@@ -25,6 +25,7 @@ import orjson
 from ...fabric.contract.errors import ConfigError, FabricError, InputError
 from ...fabric.host.files import read_regular
 from .generated import Generator, parse_json, read_burstgpt, read_curve, read_servegen
+from .numbers import SECONDS_MAX, TOKENS_MAX, number
 from .records import Arrival
 from .scale import at_rate, window
 
@@ -216,20 +217,24 @@ def read_csv(text: str) -> list[Arrival]:
         raise InputError(f"no column for time, prompt and completion among {', '.join(header) or 'nothing'}")
     at, prompt, completion = (name for name in columns if name is not None)
     rows: list[Row] = []
-    for line in reader:
-        try:
-            rows.append((_seconds(line[at]), float(line[prompt]), float(line[completion])))
-        except (ValueError, TypeError) as error:
-            raise InputError(f"line {reader.line_num} is no request: {error}", line=reader.line_num) from error
+    try:
+        for line in reader:
+            tokens = number(line, prompt, TOKENS_MAX), number(line, completion, TOKENS_MAX)
+            rows.append((_seconds(line, at), *tokens))
+    except (ValueError, csv.Error) as error:
+        raise InputError(f"line {reader.line_num} is no request: {error}", line=reader.line_num) from error
     return _arrivals(rows)
 
 
-def _seconds(text: str) -> float:
-    """Parse seconds, or a date with its time."""
+def _seconds(row: dict[str, str], name: str) -> float:
+    """Read seconds, or a date with its time."""
     try:
-        return float(text)
-    except ValueError:
-        return datetime.fromisoformat(text).timestamp()
+        return number(row, name, SECONDS_MAX, -SECONDS_MAX)
+    except ValueError as error:
+        try:
+            return datetime.fromisoformat(row[name]).timestamp()
+        except (ValueError, TypeError, OverflowError):
+            raise error from None
 
 
 def read_mooncake(lines: Iterable[bytes], seed: int) -> list[Arrival]:
@@ -238,7 +243,7 @@ def read_mooncake(lines: Iterable[bytes], seed: int) -> list[Arrival]:
     Raises:
         InputError: a line cannot be read.
     """
-    rows = [_mooncake_row(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [_mooncake_row(line, at) for at, line in enumerate(lines, 1) if line.strip()]
     stamps_ms = {at_s * 1000 for at_s, _, _ in rows}
     if len(stamps_ms) > 1 and all(stamp % STAMP_MS == 0 for stamp in stamps_ms):
         jitter_s = np.random.default_rng(seed).uniform(0, STAMP_MS / 1000, len(rows)).tolist()
@@ -246,12 +251,15 @@ def read_mooncake(lines: Iterable[bytes], seed: int) -> list[Arrival]:
     return _arrivals(rows)
 
 
-def _mooncake_row(line: bytes, number: int) -> Row:
+def _mooncake_row(line: bytes, line_number: int) -> Row:
     try:
         row = orjson.loads(line)
-        return row["timestamp"] / 1000, row["input_length"], row["output_length"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"line {number} is no request: {error!r}", line=number) from error
+        if not isinstance(row, dict):
+            raise ValueError("it is no JSON object")
+        at_ms = number(row, "timestamp", SECONDS_MAX * 1000, -SECONDS_MAX * 1000)
+        return at_ms / 1000, number(row, "input_length", TOKENS_MAX), number(row, "output_length", TOKENS_MAX)
+    except ValueError as error:
+        raise InputError(f"line {line_number} is no request: {error}", line=line_number) from error
 
 
 def _arrivals(rows: Sequence[Row]) -> list[Arrival]:

@@ -111,6 +111,24 @@ def test_burstgpts_aggregates_give_its_minutes_at_the_wanted_rate(write: Write) 
     assert counts / len(wanted) == pytest.approx([1.5 / 15, 4.5 / 15, 9 / 15], abs=0.05)
 
 
+DAMAGED = [
+    ("many", 'its input_length is "many"'),
+    (None, "it has no input_length"),
+    (True, "its input_length is true"),
+    (-5, "its input_length is -5: expected a number from 0"),
+    (1e300, "its input_length is 1e"),
+]
+DAMAGED_ROWS = [
+    ("nan,1,1", 'line 2 is no request: its t_s is "nan"'),
+    ("inf,1,1", 'its t_s is "inf"'),
+    ("0,nan,1", 'its input_tokens is "nan"'),
+    ("0,1,inf", 'its output_tokens is "inf"'),
+    ("0,-1,1", 'its input_tokens is "-1"'),
+    ("2024-99-01,1,1", 'its t_s is "2024-99-01"'),
+    (f'0,"{"x" * 200_000}",1', "field limit"),
+]
+
+
 def servegen(**changed: Any) -> bytes:
     """Two windows of three clients: steady, bursty without lengths of its own, silent."""
     quantiles = np.array([[[10, 20, 30]], [[-1, -1, -1]], [[900, 900, 900]]], dtype=np.int32)
@@ -177,6 +195,18 @@ def test_the_shipped_samples_are_twenty_minutes_of_real_load(name: str) -> None:
         (b"\x1f\x8b\x08\x00broken", "cannot be read"),
         (b"PK\x03\x04broken", "not an npz"),
         (servegen(pattern=None), "pattern missing"),
+        (servegen(pattern=np.ones((1, 1), np.uint8)), "not of the same clients"),
+        (servegen(quantile_levels=np.array([0.0])), "not of these clients"),
+        (servegen(rate_rps=np.full((3, 2), np.nan)), "rate_rps: expected numbers"),
+        *((f"t_s,input_tokens,output_tokens\n{row}\n", words) for row, words in DAMAGED_ROWS),
+        *((json.dumps({"timestamp": 1, "input_length": value, "output_length": 2}), words) for value, words in DAMAGED),
+        ("[1]\n{}", "no column"),
+        ('{"timestamp": 1, "input_length": 1, "output_length": 1}\n[1]', "line 2 is no request: it is no JSON object"),
+        ("t_s,req_per_min\n0,nan\n9,1\n", 'line 2: its req_per_min is "nan"'),
+        ("t_s,req_per_min\n0,-1\n9,1\n", "expected a number from 0"),
+        ("t_s,req_per_min\n5,1\n5,1\n", "at different times"),
+        ('{"week1_minute_tps": [[1e12, 5]], "daily_req_tok": [[1, 1]]}', "the minutes of week1_minute_tps"),
+        ('{"week1_minute_tps": [[1, 5]], "daily_req_tok": [[0, 0]]}', "the sums of daily_req_tok"),
         (b"", "no column"),
     ],
 )

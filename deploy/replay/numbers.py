@@ -1,0 +1,46 @@
+"""Numbers of a trace's file: each is finite and within what a load can have, or its line is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...fabric.contract.text import one_line
+
+SECONDS_MAX = 1e12  # from any epoch, in any direction
+TOKENS_MAX = 1_000_000_000  # of a prompt, or a completion
+PER_SECOND_MAX = 1e6  # requests
+SHOWN_MAX = 60
+
+
+def number(row: Mapping[str, Any], name: str, most: float, least: float = 0.0) -> float:
+    """Read a number of a row, which may be text.
+
+    Raises:
+        ValueError: it is not there, none, or out of bounds.
+    """
+    value = row.get(name)
+    if value is None:
+        raise ValueError(f"it has no {name}")
+    try:
+        found = None if isinstance(value, bool) else float(value)
+    except (ValueError, TypeError, OverflowError):
+        found = None
+    if found is None or not least <= found <= most:
+        shown = one_line(json.dumps(value, ensure_ascii=False, default=str))[:SHOWN_MAX]
+        raise ValueError(f"its {name} is {shown}: expected a number from {least:g} to {most:g}")
+    return found
+
+
+def within(values: npt.NDArray[Any], name: str, most: float, least: float = 0.0) -> None:
+    """Require that all numbers of an array are within bounds.
+
+    Raises:
+        ValueError: one is not, or they are no numbers.
+    """
+    if values.dtype.kind not in "iuf" or not np.all((values >= least) & (values <= most)):
+        raise ValueError(f"{name}: expected numbers from {least:g} to {most:g}")
