@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .traces import Part
 
 SHOW_EVERY_S = 0.25
+VOCABULARY_MAX = 10_000_000
 
 Trace = Annotated[
     str, typer.Argument(help="azure-conv, azure-code, or a file: CSV, Mooncake JSON lines, ServeGen npz, a rate curve.")
@@ -64,11 +65,13 @@ def register(app: typer.Typer) -> None:
             float | None, typer.Option(help="Redraw the times, busiest second this many times the mean; ROSE: 4.22.")
         ] = None,
         speed: Annotated[float, typer.Option(help="Compress time; changes what bursts are like.", min=Positive)] = 1.0,
-        seed: Annotated[int, typer.Option(help="Of all that is drawn: the same seed, the same load.")] = 0,
+        seed: Annotated[int, typer.Option(help="Of all that is drawn: the same seed, the same load.", min=0)] = 0,
         slo_ttft_ms: Annotated[float | None, typer.Option(help="Promised time to first token.", min=0)] = None,
         slo_tpot_ms: Annotated[float | None, typer.Option(help="Promised time per token after it.", min=0)] = None,
         chat: Annotated[bool, typer.Option("--chat", help="Send text to chat completions, not token ids.")] = False,
-        vocabulary: Annotated[int, typer.Option(help="Prompts are of token ids below it.", min=2)] = 100,
+        vocabulary: Annotated[
+            int, typer.Option(help="Prompts are of token ids below it.", min=2, max=VOCABULARY_MAX)
+        ] = 100,
         drain: Annotated[float, typer.Option(help="Seconds to wait for the last answers.", min=0)] = 600.0,
         outcomes: Annotated[Path | None, typer.Option(help="Write every request's outcome here, JSON lines.")] = None,
         json: AsJson = False,
@@ -148,13 +151,15 @@ def run_replay(options: ReplayOptions, *, json_output: bool) -> int:
     load = workload(options.trace, options.part, options.shaping, context_tokens=server.context_tokens)
     with _written(options.outcomes_path) as write:
         outcomes, cpu_s, is_interrupted = asyncio.run(_replayed(load, server, options.manner))
-        write(dump_outcomes(outcomes))
+        wrong = write(dump_outcomes(outcomes))
     found = measured(outcomes, options.slo, seed=options.part.seed, client_cpu_s=cpu_s)
     if json_output:
         results = {**found.row(), "load": asdict(Load.of(load.arrivals, load.span_s)), "load_notes": load.notes}
         show(Report(name="replay", params=options.row(server), results=results, baselines={}, ratio={}).json())
     else:
         print_measured(f"{server.model} at {server.url}", found, options.slo, _load_notes(load))
+    if wrong:  # after what was measured: that is not lost
+        raise InputError(wrong)
     if is_interrupted:
         return INTERRUPTED
     return 1 if found.error_counts else 0
@@ -173,20 +178,30 @@ def _load_notes(load: Workload) -> list[str]:
 
 @contextmanager
 def _written(path: Path | None) -> Iterator[Any]:
-    """Yield a function that writes there; opens the file at once, so that an error shows before the replay.
+    """Yield a function that writes there, and returns why it cannot; opens the file at once, before the replay.
 
     Raises:
         InputError: it cannot.
     """
     if path is None:
-        yield lambda data: None
+        yield lambda data: ""
         return
     try:
-        file = path.open("wb")
+        file = path.open("wb", buffering=0)
     except OSError as error:
-        raise InputError(f"outcomes cannot be written to {path}: {error}") from error
+        raise InputError(f"outcomes cannot be written to {path}: {error.strerror}") from error
+
+    def write(data: bytes) -> str:
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError as error:
+            return f"outcomes cannot be written to {path}: {error.strerror}"
+        return ""
+
     with file:
-        yield file.write
+        yield write
 
 
 async def _replayed(load: Workload, server: Server, manner: Manner) -> tuple[list[Outcome], float, bool]:

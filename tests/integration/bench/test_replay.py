@@ -211,6 +211,12 @@ async def test_the_command_reports_what_the_server_did(server: SseServer, trace:
     outcomes = [json.loads(line) for line in path.read_text().splitlines()]
     assert [each["token_count"] for each in outcomes] == [3] * 30
 
+    # A disk that is full costs the outcomes, not what was measured
+    code, out, err = await rollfab(*words, "--outcomes", "/dev/full")
+    assert (
+        code == 1 and "outcomes cannot be written to /dev/full: No space left" in err and "within the SLO: TTFT" in out
+    )
+
     # A person gets a table; a failed request is an exit code of 1
     server.cut_after = lambda body: 1 if len(body["prompt"]) == 25 else None
     code, out, err = await rollfab(*words)
