@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ...trainer.client import Fabric
 
 PEEK_COUNT = 10
+TASK_BYTES_MAX = 1 << 30
 PUSH_COUNT = 256  # groups pushed at once
 OUTPUT_COUNT = 1000  # groups of a file: its reader and its writer hold them in hand until it is whole
 
@@ -59,7 +60,7 @@ def _register_submit(app: typer.Typer) -> None:
         json: AsJson = False,
     ) -> None:
         """Push the tasks of a file, one group each."""
-        tasks = read_tasks(file.read_bytes())
+        tasks = read_tasks(_bytes_of(file))
         if not tasks:
             raise InputError(f'{file} holds no task: write one JSON object per line, such as {{"seed": 1}}')
         ids = [new_group_id() if name is None else f"{name}-{number}" for number in range(len(tasks))]
@@ -101,8 +102,8 @@ def _register_consume(app: typer.Typer) -> None:
     def consume(
         context: typer.Context,
         run: Run = None,
-        count: Annotated[int | None, typer.Option(help="Stop after this many groups.")] = None,
-        timeout: Annotated[float, typer.Option(help="Stop after this many seconds without a group.")] = 60.0,
+        count: Annotated[int | None, typer.Option(help="Stop after this many groups.", min=0)] = None,
+        timeout: Annotated[float, typer.Option(help="Stop after this many seconds without a group.", min=0)] = 60.0,
         consumer: Annotated[str, typer.Option(help="Who consumes.")] = "trainer",
         keep: Annotated[str | None, typer.Option(help='"varied": drop groups whose rewards are all equal.')] = None,
         takeover: Annotated[
@@ -187,6 +188,19 @@ def until_stuck(groups: Iterable[Group], stuck: list[NothingMoves]) -> Iterator[
         stuck.append(error)
 
 
+def _bytes_of(file: Path) -> bytes:
+    """Read a file of tasks, which may be a pipe.
+
+    Raises:
+        InputError: it is too large, or has no end, as a device may.
+    """
+    with file.open("rb") as opened:
+        data = opened.read(TASK_BYTES_MAX + 1)
+    if len(data) > TASK_BYTES_MAX:
+        raise InputError(f"{file} has more than {TASK_BYTES_MAX:,} bytes of tasks: push it in parts")
+    return data
+
+
 def read_tasks(data: bytes) -> list[dict[str, Any]]:
     """Read the tasks of a file, one JSON object per line; empty lines count, but hold none.
 
@@ -202,5 +216,5 @@ def _task(line: bytes, number: int) -> dict[str, Any]:
     except WireError as error:
         raise InputError(f"line {number} is no task: {error}", line=number) from error
     if not isinstance(task, dict):
-        raise InputError(f"line {number} is {type(task).__name__}, expected a JSON object")
+        raise InputError(f"line {number} is no task: expected a JSON object")
     return task
