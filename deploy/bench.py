@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..fabric.contract.errors import InputError
+from .cli.arguments import with_finite_numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = "benches are no part of the installed package; in a clone of rollfab: make bench BENCH=queue"
@@ -40,7 +41,7 @@ def _found() -> Any:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     from tests.bench.cli import app as benches
 
-    return typer.main.get_command(benches)
+    return with_finite_numbers(typer.main.get_command(benches))
 
 
 def register(app: typer.Typer) -> None:

@@ -22,7 +22,7 @@ from .. import __version__
 from ..fabric.contract.errors import ConfigError, FabricError
 from ..fabric.contract.text import printable
 from ..fabric.host.command import with_commands
-from .cli.arguments import refuse_secrets
+from .cli.arguments import refuse_secrets, with_finite_numbers
 from .cli.exits import INTERRUPTED
 from .cli.logs import set_up_logs
 from .cli.options import AsJson
@@ -115,7 +115,7 @@ class Loading(UserDict[str, Any]):
         if self.data[name] is None:
             part = typer.Typer()
             import_module(self._modules[name], __package__).register(part)
-            self.data[name] = typer.main.get_group(part).commands[name]
+            self.data[name] = with_finite_numbers(typer.main.get_group(part).commands[name])
         return self.data[name]
 
 

@@ -1,10 +1,15 @@
-"""Refuses secrets where others read them: every user of the machine sees arguments (`ps`), and the shell keeps them."""
+"""Refuses arguments that no command can take: secrets where others read them, and numbers that are none.
+
+Every user of the machine sees arguments (`ps`), and the shell keeps them.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from ...fabric.contract.errors import ConfigError
@@ -12,6 +17,7 @@ from ...fabric.contract.errors import ConfigError
 SECRET = re.compile(
     r"passw(or)?d$|secret$|(^|[_-])api[_-]?key$|^server[_-]key$|^(hf|auth|access|bearer)[_-]token$", re.IGNORECASE
 )
+WHOLE_BITS = 63  # of a number that counts something
 INSTEAD = {"--api-key": "ROLLFAB_SERVER_KEY", "--server-key": "ROLLFAB_SERVER_KEY", "--hf-token": "HF_TOKEN"}
 
 
@@ -65,3 +71,34 @@ def _has_secret(word: str) -> bool:
         return True
     settings = parse_qsl(query, keep_blank_values=True)
     return any(SECRET.search(name) or _has_secret(value) for name, value in settings)
+
+
+def with_finite_numbers(command: Any) -> Any:
+    """Make a command, or a group of them, refuse NaN, infinite and endlessly large numbers; returns it."""
+    for each in getattr(command, "commands", {}).values():
+        with_finite_numbers(each)
+    callback, options = command.callback, {each.name: each.opts[0] for each in command.params}
+    if callback is None:
+        return command
+
+    @wraps(callback)
+    def checked(*words: Any, **given: Any) -> Any:
+        for name, value in given.items():
+            for each in value if isinstance(value, list | tuple) else (value,):
+                _refuse_endless(options.get(name, name), each)
+        return callback(*words, **given)
+
+    command.callback = checked
+    return command
+
+
+def _refuse_endless(option: str, value: Any) -> None:
+    """Refuse a number that is none.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{option} is {value}: give a finite number", option=option)
+    if isinstance(value, int) and value.bit_length() > WHOLE_BITS:
+        raise ConfigError(f"{option} has more than {WHOLE_BITS} bits: give a smaller number", option=option)

@@ -31,6 +31,7 @@ from .scale import at_rate, window
 
 BYTES_MAX = 4 << 30  # of a trace, packed or not
 SAMPLES = ("azure-conv", "azure-code")
+REQUEST_COUNT_MAX = 10_000_000  # that are made of a trace, all in memory
 GENERATED_S = 3600.0  # how much is made when no duration is given
 
 
@@ -156,6 +157,7 @@ def _recorded(arrivals: list[Arrival], part: Part) -> Trace:
     found = window(arrivals, part.start_s, span_s)
     if part.rate_per_s is None or not found:
         return Trace(arrivals=found, span_s=span_s, origin="as recorded")
+    _check_count(part.rate_per_s * span_s)
     factor = part.rate_per_s * span_s / len(found)
     origin = f"thinned to {factor:.3g} of it" if factor < 1 else f"{factor:.3g} shifted copies superposed"
     return Trace(arrivals=at_rate(found, part.rate_per_s, span_s=span_s, seed=part.seed), span_s=span_s, origin=origin)
@@ -169,8 +171,20 @@ def _made(generator: Generator, part: Part) -> Trace:
     if not observed:
         return Trace(arrivals=[], span_s=span_s, origin="")
     factor = 1.0 if part.rate_per_s is None else part.rate_per_s / observed
+    _check_count(observed * factor * span_s)
     drawn = generator.draw(part.start_s, span_s, factor, part.seed)
     return Trace(arrivals=drawn, span_s=span_s, origin=f"drawn at {factor:.3g} times the observed rate")
+
+
+def _check_count(count: float) -> None:
+    """Refuse to make more requests than a machine has room for.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if not count <= REQUEST_COUNT_MAX:
+        said = f"{count:,.0f} requests would have to be made, {REQUEST_COUNT_MAX:,} at most"
+        raise ConfigError(f"{said}: take a lower rate, or a shorter part of the trace")
 
 
 def _check_within(part: Part, end_s: float) -> None:

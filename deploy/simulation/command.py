@@ -18,6 +18,8 @@ from ..cli.printing import Console, show_json
 from ..cli.progress import progress
 from .scenario import SAMPLES, Scenario, check_runs, read_scenario
 
+SEED_COUNT_MAX = 10_000
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -26,7 +28,9 @@ def register(app: typer.Typer) -> None:
     def sim(
         scenario: Annotated[str, typer.Argument(help=f"A TOML file, or one of {', '.join(SAMPLES)}.")],
         arms: Annotated[str, typer.Option(help="Comma-separated; default: the scenario's.")] = "",
-        seeds: Annotated[int | None, typer.Option(help="So many, from 0; default: the scenario's.", min=1)] = None,
+        seeds: Annotated[
+            int | None, typer.Option(help="So many, from 0; default: the scenario's.", min=1, max=SEED_COUNT_MAX)
+        ] = None,
         report: Annotated[
             Path | None,
             typer.Option(
@@ -55,7 +59,9 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def plan(
         scenario: Annotated[str, typer.Argument(help=f"A TOML file, or one of {', '.join(SAMPLES)}.")],
-        seeds: Annotated[int | None, typer.Option(help="So many, from 0; default: the scenario's.", min=1)] = None,
+        seeds: Annotated[
+            int | None, typer.Option(help="So many, from 0; default: the scenario's.", min=1, max=SEED_COUNT_MAX)
+        ] = None,
         json: AsJson = False,
     ) -> None:
         """Simulate how many serving GPUs are worth borrowing, and which step time to expect."""

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from rollfab import __version__
 from rollfab.deploy.cli.options import RunFirst
 from rollfab.deploy.main import app, main
+from rollfab.fabric.contract.errors import ConfigError
 
 ROLES = ("up", "broker", "controller", "agent", "worker", "reward", "gateway")  # they print what they log
 
@@ -47,6 +48,20 @@ def test_the_list_of_commands_says_of_each_what_its_own_help_says() -> None:
     for name, command in group.commands.items():
         shown = group.get_command(None, name)
         assert shown.get_short_help_str(1000) == command.get_short_help_str(1000), name
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("replay azure-conv --url http://127.0.0.1:9 --rate nan", "--rate is nan: give a finite number"),
+        ("replay azure-conv --url http://127.0.0.1:9 --speed inf", "--speed is inf: give a finite number"),
+        (f"submit {os.devnull} --group-size {10**30}", "--group-size has more than 63 bits: give a smaller number"),
+        ("consume --takeover inf", "--takeover is inf: give a finite number"),
+    ],
+)
+def test_a_number_that_is_none_or_endless_is_refused_by_its_option(words: str, told: str) -> None:
+    refused = CliRunner().invoke(app, words.split())
+    assert isinstance(refused.exception, ConfigError) and str(refused.exception) == told
 
 
 def test_the_version_is_asked_for_in_two_ways() -> None:

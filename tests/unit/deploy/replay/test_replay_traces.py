@@ -222,6 +222,7 @@ def test_what_is_no_trace_is_named_with_its_cause(write: Write, data: str | byte
     [
         (Part(start_s=5000), "ends at 1,200 s"),
         (Part(duration_s=1300), "ends at 1,200 s"),
+        (Part(rate_per_s=1e12), "requests would have to be made, 10,000,000 at most"),
         (Part(start_s=0.0001, duration_s=0.001), "no request"),
     ],
 )
