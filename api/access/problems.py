@@ -133,6 +133,8 @@ def _found(error: Mapping[str, Any], body: Any) -> dict[str, str]:
         why = error.get("ctx", {}).get("error", error["msg"])
         return {"at": ".".join(where), "message": no_json(body[:character] if isinstance(body, str) else "", why)}
     told = error["msg"].removeprefix("Value error, ")  # before what our own schemas say
+    if error["type"] in ("model_attributes_type", "model_type", "dict_type"):
+        told = "expected a JSON object"
     return {"at": ".".join(map(str, error["loc"]))[:AT_LENGTH_MAX], "message": told}
 
 

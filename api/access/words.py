@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 
 from ...fabric.host.command import plain_commands
 
+JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
+BARE = re.compile(r"(?<!\w)'[^']*'|\"[^\"]*\"|`[^`]*`|(?<![\w=])(?:None|True|False)\b")  # not what is quoted
 VALUE = r"'[^'`]*'|\"[^\"`]*\"|True|False|None|\d+|…"
 
 
@@ -35,7 +37,8 @@ class Words:
         for found, words in self._phrases:
             told = words.replace("{run}", f"/v1/runs/{run_id or 'RUN'}")
             text = found.sub(lambda _, told=told: told, text)  # type: ignore[misc]
-        return self._keyword.sub(self._field, text)
+        text = self._keyword.sub(self._field, text)
+        return BARE.sub(lambda found: JSON_WORDS.get(found[0], found[0]), text)
 
     def _field(self, found: re.Match[str]) -> str:
         name, value = f'"{self._fields[found[1]]}"', found[2]

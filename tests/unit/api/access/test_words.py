@@ -134,3 +134,10 @@ def test_keywords_become_fields_with_values_of_json() -> None:
     assert TRAINING.say('Push tasks: run.submit([{"seed": 1}], group_size=8)', "lake").startswith(
         'Push tasks: POST /v1/runs/lake/groups {"tasks": '
     )
+
+
+def test_what_stands_for_nothing_is_json_s_word_and_what_is_quoted_stays() -> None:
+    said = TRAINING.say(
+        "run 'None': the run's staleness is None, expected a number, or None; True is none. Try `a True b`"
+    )
+    assert said == "run 'None': the run's staleness is null, expected a number, or null; true is none. Try `a True b`"
