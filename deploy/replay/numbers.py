@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...fabric.contract.text import one_line
+from ...fabric.contract.text import as_written
 
 SECONDS_MAX = 1e12  # from any epoch, in any direction
 TOKENS_MAX = 1_000_000_000  # of a prompt, or a completion
 PER_SECOND_MAX = 1e6  # requests
-SHOWN_MAX = 60
 
 
 def number(row: Mapping[str, Any], name: str, most: float, least: float = 0.0) -> float:
@@ -31,8 +29,7 @@ def number(row: Mapping[str, Any], name: str, most: float, least: float = 0.0) -
     except (ValueError, TypeError, OverflowError):
         found = None
     if found is None or not least <= found <= most:
-        shown = one_line(json.dumps(value, ensure_ascii=False, default=str))[:SHOWN_MAX]
-        raise ValueError(f"its {name} is {shown}: expected a number from {least:g} to {most:g}")
+        raise ValueError(f"its {name} is {as_written(value)}: expected a number from {least:g} to {most:g}")
     return found
 
 

@@ -5,15 +5,14 @@ The whole file is checked, whichever role reads it: a table that is misspelt wou
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...fabric.contract.errors import ConfigError
-from ...fabric.contract.text import did_you_mean
-from ...fabric.host.files import read_regular
+from ...fabric.contract.text import as_written, did_you_mean
+from ...fabric.host.files import parse_toml, read_regular
 from ...fabric.host.options import Described, describe
 from ..cli.arguments import find_secret
 from .options import TABLES
@@ -38,7 +37,7 @@ def read_config(path: Path) -> Tables:
         ConfigError: names the file, and each key with what is wrong with it.
     """
     try:
-        tables = tomllib.loads(read_regular(path, CONFIG_BYTES_MAX).decode("utf-8"))
+        tables = parse_toml(read_regular(path, CONFIG_BYTES_MAX))
     except ConfigError as error:
         raise ConfigError(f"{error.message}: name a TOML file", option="--config") from error
     except OSError as error:
@@ -97,7 +96,7 @@ def fault_of_value(known: Described, value: Any, *, is_open: bool) -> str:
         is_right = isinstance(value, KINDS.get(kind, (str,))) and isinstance(value, bool) == (kind == "bool")
         wanted = WORDS.get(kind, "a text")
     if not is_right:
-        return f"is {value!r}, expected {wanted}"
+        return f"is {as_written(value)}, expected {wanted}"
     if value == "":
         return "is empty: leave it out, and it has its default"
     if said.least is not None and not value >= said.least:

@@ -6,15 +6,14 @@ Shipped scenarios are named without a path: `s0` to `s12` (docs/simulation.md te
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ...fabric.contract.errors import ConfigError
-from ...fabric.contract.text import did_you_mean, one_line
-from ...fabric.host.files import read_regular
+from ...fabric.contract.text import as_written, did_you_mean, one_line
+from ...fabric.host.files import parse_toml, read_regular
 from .arms import ARMS
 from .machine.workload import KINDS
 
@@ -175,13 +174,13 @@ def read_scenario(source: str | Path) -> Scenario:
     """
     name, text = str(source), _text(source)
     try:
-        tables = tomllib.loads(text)
+        tables = parse_toml(text)
     except ValueError as error:
         raise ConfigError(f"{name} is no TOML: {error}") from error
     found: dict[str, Any] = {"name": Path(name).stem}
     for key, value in tables.items():
-        if key == "name" and isinstance(value, str):
-            found["name"] = one_line(value)
+        if key == "name":
+            found["name"] = one_line(_value(f"{name}: name", "", value))
         elif key not in PARTS:
             raise ConfigError(f"{name}: {key} is no part of a scenario: {did_you_mean(key, ['name', *PARTS])}")
         elif not isinstance(value, dict):
@@ -194,16 +193,16 @@ def read_scenario(source: str | Path) -> Scenario:
     return checked(Scenario(**found), name)
 
 
-def _text(source: str | Path) -> str:
+def _text(source: str | Path) -> bytes:
     name = str(source)
     try:
         if name in SAMPLES:
-            return files(__package__).joinpath("data", f"{name}.toml").read_text("utf-8")
-        return read_regular(Path(source), BYTES_MAX).decode("utf-8")
+            return files(__package__).joinpath("data", f"{name}.toml").read_bytes()
+        return read_regular(Path(source), BYTES_MAX)
     except FileNotFoundError as error:
         raise ConfigError(f"no scenario {name!r}: give a TOML file, or one of {', '.join(SAMPLES)}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
 
 
 def _part(name: str, key: str, table: dict[str, Any]) -> Any:
@@ -224,13 +223,13 @@ def _value(where: str, like: Any, value: Any) -> Any:
     """
     if isinstance(like, tuple):
         if not isinstance(value, list) or not value:
-            raise ConfigError(f"{where} is {value!r}: expected a list, with something in it")
+            raise ConfigError(f"{where} is {as_written(value)}: expected a list, with something in it")
         return tuple(_value(where, like[0], each) for each in value)
     if isinstance(like, float) and type(value) is int:
         value = float(value)
     if type(value) is not type(like) or (isinstance(value, float) and not math.isfinite(value)):
         kind = {"str": "a text", "int": "a whole number", "float": "a number"}[type(like).__name__]
-        raise ConfigError(f"{where} is {value!r}: expected {kind}")
+        raise ConfigError(f"{where} is {as_written(value)}: expected {kind}")
     return value
 
 
@@ -286,7 +285,8 @@ def checked(scenario: Scenario, name: str) -> Scenario:
             raise ConfigError(f"{name}: [{part}] {setting} is {value:g}: expected {low:g} to {high:g}{nothing}")
     loads, seeds = scenario.serving.loads, scenario.simulation.seeds
     if not all(0 <= load <= LOAD_MAX for load in loads) or min(seeds) < 0:
-        raise ConfigError(f"{name}: loads {loads}, seeds {seeds}: expected 0 to {LOAD_MAX:g}, and 0 or more")
+        given = f"loads {as_written([*loads])}, seeds {as_written([*seeds])}"
+        raise ConfigError(f"{name}: {given}: expected 0 to {LOAD_MAX:g}, and 0 or more")
     if scenario.work.kind not in KINDS:
         raise ConfigError(f"{name}: [work] kind {scenario.work.kind!r}: {did_you_mean(scenario.work.kind, KINDS)}")
     for key, values in (("loads", loads), ("seeds", seeds), ("arms", scenario.simulation.arms)):

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable
 from typing import Any
 
 NAMES_SHOWN = 8
+SHOWN_MAX = 60
 # C0 and C1 controls but tab and line feed, DEL; marks that change the direction of text; line and paragraph separators;
 # lone surrogates, which UTF-8 has no bytes for.
 HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
@@ -35,6 +37,17 @@ def cleaned(value: Any) -> Any:
     if isinstance(value, dict):
         return {cleaned(name): cleaned(each) for name, each in value.items()}
     return [cleaned(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def as_written(value: Any) -> str:
+    """Write a value on one line as files of settings have it, cut where it is long: true, 'a', 2026-01-01, ["a"]."""
+    if isinstance(value, str):
+        text = repr(value)
+    elif value is None or isinstance(value, bool | int | list | dict):
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    else:
+        text = str(value)
+    return one_line(text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…")
 
 
 def counted(count: int, noun: str, *does: str) -> str:

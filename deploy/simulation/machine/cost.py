@@ -22,6 +22,7 @@ from ....fabric.rules.serving.facts import StepWork
 
 BYTES_MAX = 1 << 20  # of a table
 MEASURED = ("fixed_ms", "weights_ms", "token_us", "context_us_per_1000", "attention_ns")
+HOW = "see deploy/simulation/data/README.md"
 COST_MODEL_ERROR = "TPOT within 3 % of measured vLLM (Qwen3-32B on H100), prefill optimistic"
 
 
@@ -78,13 +79,23 @@ def models(path: str = "") -> dict[tuple[str, str, int], Model]:
         shipped = files(__package__.rpartition(".")[0]).joinpath("data", "step_times.csv")
         text = read_regular(Path(path), BYTES_MAX).decode("utf-8") if path else shipped.read_text("utf-8")
         return dict(_model(row) for row in csv.DictReader(text.splitlines()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"step times {path}: {error!r}: see deploy/simulation/data/README.md") from error
+    except ConfigError as error:
+        raise ConfigError(f"step times: {error.message}: {HOW}") from error
+    except OSError as error:
+        raise ConfigError(f"step times: {path} cannot be read: {error.strerror}: {HOW}") from error
+    except KeyError as error:
+        raise ConfigError(f"step times {path}: no column {error.args[0]}: {HOW}") from error
+    except (ValueError, TypeError, csv.Error) as error:
+        raise ConfigError(f"step times {path}: {error}: {HOW}") from error
 
 
 def _model(row: dict[str, str]) -> tuple[tuple[str, str, int], Model]:
     part = float(row.get("expert_part") or 1.0)
-    cost = StepCost(**{name: float(row[name]) for name in MEASURED}, expert_part=part)
+    numbers = {name: float(row[name]) for name in (*MEASURED, "kv_bytes", "weight_gb", "gpus")}
+    for name, value in {**numbers, "expert_part": part}.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{row['model']}: {name} is {value:g}, expected a number of at least 0")
+    cost = StepCost(**{name: numbers[name] for name in MEASURED}, expert_part=part)
     model = Model(cost=cost, kv_bytes=int(row["kv_bytes"]), weight_gb=float(row["weight_gb"]))
     return (row["model"], row["gpu"], int(row["gpus"])), model
 

@@ -112,19 +112,19 @@ def test_burstgpts_aggregates_give_its_minutes_at_the_wanted_rate(write: Write) 
 
 
 DAMAGED = [
-    ("many", 'its input_length is "many"'),
+    ("many", "its input_length is 'many'"),
     (None, "it has no input_length"),
     (True, "its input_length is true"),
     (-5, "its input_length is -5: expected a number from 0"),
     (1e300, "its input_length is 1e"),
 ]
 DAMAGED_ROWS = [
-    ("nan,1,1", 'line 2 is no request: its t_s is "nan"'),
-    ("inf,1,1", 'its t_s is "inf"'),
-    ("0,nan,1", 'its input_tokens is "nan"'),
-    ("0,1,inf", 'its output_tokens is "inf"'),
-    ("0,-1,1", 'its input_tokens is "-1"'),
-    ("2024-99-01,1,1", 'its t_s is "2024-99-01"'),
+    ("nan,1,1", "line 2 is no request: its t_s is 'nan'"),
+    ("inf,1,1", "its t_s is 'inf'"),
+    ("0,nan,1", "its input_tokens is 'nan'"),
+    ("0,1,inf", "its output_tokens is 'inf'"),
+    ("0,-1,1", "its input_tokens is '-1'"),
+    ("2024-99-01,1,1", "its t_s is '2024-99-01'"),
     (f'0,"{"x" * 200_000}",1', "field limit"),
 ]
 
@@ -202,7 +202,7 @@ def test_the_shipped_samples_are_twenty_minutes_of_real_load(name: str) -> None:
         *((json.dumps({"timestamp": 1, "input_length": value, "output_length": 2}), words) for value, words in DAMAGED),
         ("[1]\n{}", "no column"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1}\n[1]', "line 2 is no request: it is no JSON object"),
-        ("t_s,req_per_min\n0,nan\n9,1\n", 'line 2: its req_per_min is "nan"'),
+        ("t_s,req_per_min\n0,nan\n9,1\n", "line 2: its req_per_min is 'nan'"),
         ("t_s,req_per_min\n0,-1\n9,1\n", "expected a number from 0"),
         ("t_s,req_per_min\n5,1\n5,1\n", "at different times"),
         ('{"week1_minute_tps": [[1e12, 5]], "daily_req_tok": [[1, 1]]}', "the minutes of week1_minute_tps"),

@@ -42,7 +42,7 @@ def test_what_is_shipped_can_be_read(name: str) -> None:
         ("[clster]\n", "clster is no part"),
         ("[cluster]\ndedicated = 0", "dedicated is 0: expected 1 to"),
         ("[cluster]\ndedicated = 'two'", "expected a whole number"),
-        ("[serving]\nloads = [2.0]", "loads (2.0,)"),
+        ("[serving]\nloads = [2.0]", "loads [2.0]"),
         ("[serving]\nloads = []", "expected a list"),
         ("[serving]\nloads = [0.1, 0.2, 0.1]", "loads names 0.1 twice"),
         ("[simulation]\nseeds = [0, 0]", "seeds names 0 twice"),
@@ -74,6 +74,12 @@ def test_what_is_shipped_can_be_read(name: str) -> None:
         (f"[runs]\nweights = {[1] * 17}", "16 runs at most"),
         ("[runs]\nweights = [1, 1]\n[simulation]\narms = ['fixed', 'rose']", "rose: no rule for several [runs]"),
         ("[cluster", "is no TOML"),
+        (f"[trainer]\ntrain_s = {10**400}", "is no TOML: a whole number in it has more than 1000 bits"),
+        (f"[simulation]\narms = {'[' * 3000}{']' * 3000}", "is no TOML: it is nested too deep"),
+        ("[work]\nkind = 2026-01-01", "kind is 2026-01-01: expected a text"),
+        ("[work]\ngroups = true", "groups is true: expected a whole number"),
+        ("[serving]\nloads = [2.5]", "loads [2.5], seeds [0, 1, 2, 3, 4]: expected"),
+        ("name = 3", "name is 3: expected a text"),
     ],
 )
 def test_a_scenario_that_cannot_be_meant_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
@@ -112,6 +118,13 @@ def test_a_table_of_step_times_of_ones_own(tmp_path: Path) -> None:
         model_of("mine", "h100", 1, path=str(mine))
     with pytest.raises(ConfigError, match="README"):
         model_of("mine", "cpu", 1, path=str(tmp_path / "none.csv"))
+    for number, (old, new, told) in enumerate(
+        (("1000,1,20", "1000,1,nan", "mine: fixed_ms is nan"), ("weight_gb", "weigth_gb", "no column weight_gb"))
+    ):
+        damaged = tmp_path / f"damaged{number}.csv"
+        damaged.write_text(mine.read_text().replace(old, new))
+        with pytest.raises(ConfigError, match=told):
+            model_of("mine", "cpu", 1, path=str(damaged))
 
 
 @pytest.mark.parametrize(("count", "measured_ms"), [(1, 3.63), (4, 5.74), (8, 7.22), (16, 8.64), (32, 12.10)])
