@@ -46,6 +46,7 @@ from ..fabric.opened import RedisFabric
 from ..fabric.ports.queue import RunStatus
 from ..fabric.ports.sessions import REMOTE
 from ..fabric.rules.lending.capacity_facts import is_same_model
+from ..fabric.rules.queue.push import evaluates_only
 from ..fabric.rules.queue.runs import undoable
 from ..fabric.tracing.export import COLLECTOR, open_spans
 from ..fabric.tracing.spans import Spans
@@ -601,8 +602,8 @@ class AsyncRun:
             WeightsNotFinite: a value that is new in this version is NaN or infinite. Nothing was published.
             LayoutMismatch: names, shapes or dtypes are not those of the run.
             DigestMismatch: a delta's file is damaged, or its base is not the run's weights. Nothing was published.
-            VersionConflict: not newer, or another publisher took over, or a delta has another base. Nothing was
-                published.
+            VersionConflict: not newer, or another publisher took over, or a delta has another base, or the run is an
+                evaluation, of another version. Nothing was published.
             BrokerFull: the broker has no room for it. Nothing was published.
         """
         self._home.check()
@@ -615,6 +616,8 @@ class AsyncRun:
         elif group is None:
             named = given_of(named)  # with a group, a rank that fails here would leave others waiting
         await self._ledger.go_on()
+        if (pinned := await self._rollouts.pinned()) not in (None, version):
+            raise evaluates_only(self.config, pinned, version)
         if self._publisher is None:
             if group is None:
                 await self._check()

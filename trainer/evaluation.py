@@ -13,6 +13,7 @@ from typing import Any
 from ..fabric.contract.errors import ConfigError, InputError, VersionConflict
 from ..fabric.contract.ids import NAME_LETTERS_MAX, check_name
 from ..fabric.contract.records import RunConfig
+from ..fabric.contract.text import counted
 from ..fabric.rules.queue.runs import FIXED, check_same_run
 from .checks import check_settings
 
@@ -97,8 +98,8 @@ def goal_of(name: str, trained: str, version: int | None, *, head: int, held: in
     step = f"or evaluate version {goal} of run {trained!r} beside it: give that evaluation a name"
     if depth and held != goal:
         raise VersionConflict(
-            f"run {name!r} evaluates version {held}, and {depth} trajectories of it are not consumed yet: "
-            f"take its groups, or cancel them, {step}",
+            f"run {name!r} evaluates version {held}, of which {counted(depth, 'trajectory', 'is', 'are')} not consumed "
+            f"yet: take its groups, or cancel them, {step}",
             version=goal,
             head=held,
         )

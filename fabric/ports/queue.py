@@ -443,6 +443,10 @@ class RolloutStream(Protocol):
         """Whether the run is still the one that this client began with: it is not deleted, nor made again since."""
         ...
 
+    async def pinned(self) -> int | None:
+        """Return the version that the run evaluates, whoever pinned it; None: it is no evaluation."""
+        ...
+
     async def pin(self, version: int) -> None:
         """Refuse clients that pinned another version from now on: VersionConflict. Those that pinned none go on."""
         ...

@@ -159,6 +159,11 @@ class RedisRolloutStream:
             (found,) = checked(await self._scripts.channel.ask_many([("HGET", self._shards.all[0].run, "first_fence")]))
         return known is None or found == known.encode()
 
+    async def pinned(self) -> int | None:
+        with translate():
+            (found,) = checked(await self._scripts.channel.ask_many([("HGET", self._shards.all[0].run, "pinned")]))
+        return None if found is None else int(found)
+
     async def pin(self, version: int) -> None:
         self._pinned = str(version)
         with translate():

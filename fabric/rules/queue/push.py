@@ -63,6 +63,16 @@ def evaluates_another(run: RunConfig, pinned: str, own: str) -> VersionConflict:
     )
 
 
+def evaluates_only(run: RunConfig, pinned: int, version: int) -> VersionConflict:
+    """Make the error for a version that is published to an evaluation, which holds one alone."""
+    return VersionConflict(
+        f"run {run.run_id!r} is an evaluation, of version {pinned} alone: publish version {version} to the run that it "
+        "stands beside, and evaluate it there",
+        version=version,
+        head=pinned,
+    )
+
+
 def too_many_dead(run: RunConfig, depth: int, limit: int) -> QueueFull:
     """Make the error for a run that has as many dead letters as are kept."""
     return QueueFull(

@@ -293,7 +293,7 @@ async def test_a_version_is_evaluated_beside_its_run(api: ApiWorld, tmp_path: Pa
     # Then its groups go as any run's, and it goes on to a newer version once they are consumed
     await post(api, "v1/runs/w-eval/groups", tasks=[{"seed": 1}], group_ids=["e"])
     for body, status, words in (
-        ({"version": 1}, 409, "1 trajectories of it are not consumed yet"),
+        ({"version": 1}, 409, "of which 1 trajectory is not consumed yet"),
         ({"version": 7}, 409, "not consumed yet"),
         ({"version": 7, "name": "other"}, 404, "is not held"),
         ({"settings": {"staleness": 1}}, 422, "it is 0"),

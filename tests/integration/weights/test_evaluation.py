@@ -111,7 +111,7 @@ def test_a_handle_submits_to_its_own_version_alone_and_whoever_comes_back_finds_
                 touch()
         # When a refused call comes meanwhile, then nothing has changed for whoever has work there
         run.publish(changed(3), version=3)
-        with pytest.raises(VersionConflict, match="4 trajectories of it are not consumed yet"):
+        with pytest.raises(VersionConflict, match="4 trajectories are not consumed yet"):
             fabric.fabric.evaluation("lake", 3)
         theirs.submit(TASKS[:1], group_ids=["more"])
         # When a process comes back to what is under way, then all is as it was
@@ -188,8 +188,18 @@ def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_fa
         with pytest.raises(RunMismatch, match=r"reward is None, not 'exact'\. Give the evaluation that differs a name"):
             fabric.fabric.evaluation("lake", reward="exact")
 
+        # When somebody publishes to it: no version but its own, by whatever handle, and it stays at that
+        alone = (
+            "run 'lake-eval' is an evaluation, of version 0 alone: publish version 5 to the run that it stands beside"
+        )
+        plain = fabric.fabric.run("lake-eval")
+        for handle in (evaluation, plain):
+            with pytest.raises(VersionConflict, match=alone):
+                handle.publish(changed(5), version=5)
+        assert evaluation.head_version() == 0
+
         # When the next one begins before all of the first is consumed: refused if it is another version
-        with pytest.raises(VersionConflict, match="evaluates version 0, and 4 trajectories of it are not consumed yet"):
+        with pytest.raises(VersionConflict, match="evaluates version 0, of which 4 trajectories are not consumed yet"):
             fabric.fabric.evaluation("lake", 1, weight=7.0)
         assert fabric.fabric.runs()["lake-eval"].weight == pytest.approx(0.1)
         # Then a caller that comes back is at its own version, and another name stands beside it
