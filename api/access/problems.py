@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from ...fabric.contract.errors import (
@@ -87,6 +88,7 @@ def install_problems(app: FastAPI, words: Words) -> None:
     app.add_exception_handler(Refused, _refused(words))
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unforeseen)
 
 
@@ -156,6 +158,11 @@ async def _http(request: Request, error: Exception) -> Response:
     answer = problem(error.status_code, "Refused", f"{request.method} {request.url.path}: {error.detail}")
     answer.headers.update(error.headers or {})
     return answer
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """Answer for form's sake: whoever sent half a body does not read it."""
+    return problem(400, "Refused", f"{request.method} {request.url.path}: its client went away before its body ended")
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
