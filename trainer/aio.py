@@ -26,6 +26,7 @@ from ..fabric.contract.errors import (
     ConfigError,
     EngineUnsupported,
     EnvironmentUnknown,
+    FabricError,
     RewardUnknown,
     RunUnknown,
     VersionConflict,
@@ -204,7 +205,8 @@ class AsyncFabric:
         """Open a run beside another one, pinned to one version of its weights, bit for bit; training goes on meanwhile.
 
         Its tasks, groups and share of the workers are its own. The next evaluation takes the same run on to a newer
-        version, by a delta; an older one needs a `name`. A refusal changes nothing.
+        version, by a delta; an older one needs a `name`. A refusal changes nothing; one for
+        want of room in the broker may leave a new evaluation's run, without weights, for the next call.
 
         Args:
             run_id: the run whose weights are evaluated.
@@ -268,9 +270,13 @@ class AsyncFabric:
             return evaluation
         try:
             await evaluation.publish(weights, version=goal, allow_nonfinite=True)  # whatever they are: they are live
-        except VersionConflict as error:
+        except FabricError as error:
             del self._evaluations[name]
             await self._drop(evaluation)
+            if not isinstance(error, VersionConflict):
+                if existing is not None:
+                    await self._ports.rollouts(existing).pin(held)  # whose handles go on: nothing has changed
+                raise
             await self._until_moved(name, held)
             raise _OpenedByOthers(error.message, **error.facts) from None
         return evaluation

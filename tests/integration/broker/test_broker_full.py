@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollfab.aio import connect
 from rollfab.fabric.contract.errors import BrokerFull
 from rollfab.fabric.contract.ids import trajectory_id, turn_id
 from rollfab.fabric.contract.records import (
@@ -25,6 +26,7 @@ from rollfab.fabric.ports.queue import GroupPush, TrajectoryClaim, TurnPush, Tur
 from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.fabric.queue.scripts import load_script, script_names
 from rollfab.trainer.aio import AsyncRun
+from tests.bench.lively import lively_weights
 from tests.support import records
 from tests.support.brokers.redis_server import redis_server
 from tests.support.leases import set_lease
@@ -154,3 +156,26 @@ async def test_a_submit_that_meets_a_full_broker_says_what_it_took_in(ports: Red
     assert facts["doubtful"] == []
     claims = await ports.trajectories(RUN).claim("a1", 500)
     assert sorted(claim.job.group_id for claim in claims) == sorted(facts["taken"])
+
+
+async def test_an_evaluation_that_finds_no_room_stays_at_its_version(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "maxmemory-policy noeviction") as server:
+        async with (
+            await RedisFabric.open(server.url, client_name="tests") as opened,
+            await connect(server.url) as fabric,
+        ):
+            # Given an evaluation of version 0, while the run has gone on to version 1
+            run = await fabric.run("r1", model="tiny", environment="frozenlake")
+            await run.publish(lively_weights(), version=0)
+            evaluation = await fabric.evaluation("r1", 0)
+            await run.publish({name: each + 1 for name, each in lively_weights().items()}, version=1)
+            # When the next one finds the broker full
+            await opened.board._client.config_set("maxmemory", "1mb")
+            with pytest.raises(BrokerFull):
+                await fabric.evaluation("r1", 1)
+            # Then it is as it was, and goes on when there is room
+            await opened.board._client.config_set("maxmemory", "0")
+            assert await evaluation.submit([{"seed": 1}], group_ids=["a"]) == ["a"]
+            assert await evaluation.head_version() == 0
+            assert await evaluation.cancel("a")
+            assert await (await fabric.evaluation("r1", 1)).head_version() == 1
