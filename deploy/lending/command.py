@@ -21,6 +21,7 @@ import typer
 
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, InputError
+from ...fabric.contract.limits import SLOT_COUNT_MAX
 from ...fabric.contract.records import Lease, WorkerInfo
 from ...fabric.contract.sharing import ALL, POOL, LendSetting
 from ...fabric.contract.text import cleaned, did_you_mean
@@ -132,7 +133,7 @@ def _changes(action: str, caps: Mapping[str, str | None], hours: list[str] | Non
     """Return the fields of a setting that an action changes; none for one that only looks."""
     found: dict[str, Any] = {}
     if action.isascii() and action.isdigit():
-        found = {"mode": "on", "slot_count_max": int(action)}
+        found = {"mode": "on", "slot_count_max": _number("lend", action, int, SLOT_COUNT_MAX)}
     elif action in (*MODES, CLEAR):
         found = {"mode": action}
     elif action not in (*SWITCHES, *VIEWS):
@@ -141,10 +142,10 @@ def _changes(action: str, caps: Mapping[str, str | None], hours: list[str] | Non
             f"lend {action!r}: expected {', '.join(words)}, or a number of slots; {did_you_mean(action, words)}"
         )
     if caps["slots"] is not None:
-        found["slot_count_max"] = _number("--slots", caps["slots"], int)
+        found["slot_count_max"] = _number("--slots", caps["slots"], int, SLOT_COUNT_MAX)
     for name in ("compute", "memory"):
         if (text := caps[name]) is not None:
-            found[f"{name}_fraction_max"] = _number(f"--{name}", text, float)
+            found[f"{name}_fraction_max"] = _number(f"--{name}", text, float, 1)
     if hours:
         found["hours"] = [] if hours == [NONE] else hours
     if action == "limit" and not found:
@@ -152,13 +153,17 @@ def _changes(action: str, caps: Mapping[str, str | None], hours: list[str] | Non
     return found
 
 
-def _number(option: str, text: str, kind: type[int] | type[float]) -> float | None:
+def _number(option: str, text: str, kind: type[int] | type[float], most: int) -> float | None:
     if text == NONE:
         return None
     try:
-        return kind(text)
+        found = kind(text)
     except ValueError as error:
-        raise InputError(f'{option} is {text!r}: expected a number, or "{NONE}"') from error
+        raise InputError(f'{option} is {text!r:.60}: expected a number, or "{NONE}"') from error
+    if not 0 <= found <= most:
+        part = "" if kind is int else ": 0.3 is 30 %"
+        raise InputError(f"{option} is {text:.60}: expected a number from 0 to {most:,}{part}")
+    return found
 
 
 def _user() -> str:
