@@ -162,7 +162,7 @@ class RedisRolloutStream:
     async def pinned(self) -> int | None:
         with translate():
             (found,) = checked(await self._scripts.channel.ask_many([("HGET", self._shards.all[0].run, "pinned")]))
-        return None if found is None else int(found)
+        return int(found) if found is not None and found.isdigit() else None
 
     async def pin(self, version: int) -> None:
         self._pinned = str(version)
