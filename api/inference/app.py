@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -150,7 +151,7 @@ class _Routes:
 
     async def _detokenize(self, request: Request) -> Response:
         with self._door.room():
-            ids = await read_body(request, vllm.read_detokenize)
+            ids = await read_body(request, partial(vllm.read_detokenize, self._inference.vocabulary_size))
             return answer({"prompt": await self._text(ids)})
 
     def _head(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...fabric.contract.errors import InputError
 from ...fabric.ports.inference import Completions, Made, Prompt
 from ..gateway.body import Body, guided
 from .fields import NOTHING_BEHIND, Sampled, take_pin, take_vllm_sampling, token_ids
@@ -62,11 +63,19 @@ def read_generate(body: Body) -> Asked:
     return Asked(prompt=prompt, top_count=sampled.top_count, wants_prompt=body.flag("return_token_ids"))
 
 
-def read_detokenize(body: Body) -> list[int]:
+def read_detokenize(vocabulary_size: int, body: Body) -> list[int]:
     """Read a request to /detokenize; an answer that was given up has no tokens. Raises InputError."""
     body.ignore("model")
-    ids = body.take("tokens")
-    return [] if ids == [] else token_ids(ids, "tokens").tolist()
+    given = body.take("tokens")
+    ids: list[int] = [] if given == [] else token_ids(given, "tokens").tolist()
+    for index, each in enumerate(ids):
+        if each >= vocabulary_size:
+            raise InputError(
+                f"the request: tokens[{index}] is {each}, expected an id below {vocabulary_size}, the size of the "
+                "vocabulary",
+                name="tokens",
+            )
+    return ids
 
 
 def generated(asked: Asked, answer: Completions, head: Mapping[str, Any], request_id: str) -> dict[str, Any]:

@@ -121,6 +121,11 @@ class Inference(Protocol):
         """The run's model."""
         ...
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens below this number have a text."""
+        ...
+
     async def facts(self) -> ServerFacts:
         """Say how it stands."""
         ...

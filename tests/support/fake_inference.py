@@ -34,6 +34,7 @@ class FakeInference:
         self.why = ""
 
     model = "org/model"
+    vocabulary_size = 100
 
     async def why_waiting(self) -> str:
         """What it was told to say."""

@@ -223,10 +223,14 @@ class FleetInference:
             "here: requests go on by themselves when it answers"
         )
 
+    @property
+    def vocabulary_size(self) -> int:
+        """See ports/inference.py."""
+        return self._model.tokenizer.vocabulary_size
+
     def text_of(self, token_ids: Sequence[int]) -> str:
         """See ports/inference.py."""
-        tokenizer = self._model.tokenizer
-        return tokenizer.decode([each for each in token_ids if each < tokenizer.vocabulary_size])
+        return self._model.tokenizer.decode([each for each in token_ids if each < self.vocabulary_size])
 
     async def generate(self, prompt: Prompt) -> Completions:
         """See ports/inference.py."""

@@ -68,8 +68,7 @@ def test_the_routes_of_all_dialects_make_the_same_tokens(fleet: InferenceProcess
     assert np.allclose(logprobs, completed["logprobs"]["token_logprobs"], atol=1e-5)
     assert np.allclose(logprobs, told, atol=1e-5)
     assert completed["text"] == entry["text"] != ""
-    # And a token outside the vocabulary has no text
-    assert fleet.post("/detokenize", {"tokens": [*ids, 2**31 - 1]})["prompt"] == completed["text"]
+    assert fleet.post("/detokenize", {"tokens": ids})["prompt"] == completed["text"]
     # And a seed makes the same again, and others beside it
     drawn = {"temperature": 1.0, "max_tokens": 8, "seed": 11, "n": 3}
     first, again = (fleet.post(GENERATE, {"token_ids": PROMPT, "sampling_params": drawn}) for _ in range(2))

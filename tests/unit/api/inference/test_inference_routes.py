@@ -151,6 +151,9 @@ async def test_generate_takes_what_skyrl_sends(inference: FakeInference, http: h
     for wrong in ([-1], ["a"], "8", None, [True]):
         answer = await http.post("/detokenize", json={"model": "m", "tokens": wrong})
         assert answer.status_code == 400 and "tokens is" in answer.json()["error"]["message"]
+    answer = await http.post("/detokenize", json={"tokens": [99, 100, 101]})
+    message = "the request: tokens[1] is 100, expected an id below 100, the size of the vocabulary"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
     # And its control calls, but those of a collective
     assert (await http.post("/finish_session", params={"session_id": "7"})).status_code == 200
     assert (await http.post("/pause", params={"mode": "keep", "clear_cache": "false"})).status_code == 200
