@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..fabric.contract.errors import ConfigError, FabricError
-from ..fabric.contract.text import printable
+from ..fabric.contract.text import printable, validated
 from ..fabric.host.command import with_commands
 from .cli.arguments import refuse_secrets, with_finite_numbers
 from .cli.exits import INTERRUPTED
@@ -102,6 +102,16 @@ class Commands(TyperGroup):
         """Return the command itself, with its name and the words after it."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, name and self.commands[name], rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; what pydantic refuses of its words is told in ours."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            refused: Any = error.__cause__
+            if hasattr(refused, "errors"):
+                error.message = validated(refused.errors()[0])
+            raise
 
 
 class Loading(UserDict[str, Any]):

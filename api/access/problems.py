@@ -31,6 +31,7 @@ from ...fabric.contract.errors import (
     VersionConflict,
     VersionUnknown,
 )
+from ...fabric.contract.text import validated
 from .words import Words
 
 log = logging.getLogger(__name__)
@@ -134,10 +135,7 @@ def _found(error: Mapping[str, Any], body: Any) -> dict[str, str]:
         *where, character = error["loc"]
         why = error.get("ctx", {}).get("error", error["msg"])
         return {"at": ".".join(where), "message": no_json(body[:character] if isinstance(body, str) else "", why)}
-    told = error["msg"].removeprefix("Value error, ")  # before what our own schemas say
-    if error["type"] in ("model_attributes_type", "model_type", "dict_type"):
-        told = "expected a JSON object"
-    return {"at": ".".join(map(str, error["loc"]))[:AT_LENGTH_MAX], "message": told}
+    return {"at": ".".join(map(str, error["loc"]))[:AT_LENGTH_MAX], "message": validated(error)}
 
 
 def no_json(before: str, why: str) -> str:

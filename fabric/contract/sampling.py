@@ -16,7 +16,6 @@ Drawing with a seed is the engines' (workers/engines/seeds.py), and so is findin
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
@@ -41,12 +40,12 @@ from .limits import (
     TEMPERATURE_MAX,
     TEMPERATURE_MIN,
 )
-from .text import did_you_mean
+from .text import SHOWN_MAX, did_you_mean
+from .text import shown as shown
 
 SEED_MAX = (1 << 63) - 1  # a signed 64-bit number, as JSON readers, torch and vLLM take it; -1 means "none" to vLLM
 TOKEN_ID_MAX = (1 << 31) - 1
 TURN_STOP_ID_COUNT_MAX = STOP_ID_COUNT_MAX + END_ID_COUNT_MAX
-SHOWN_MAX = 80  # characters of a value that is refused
 GUIDED = frozenset({"guided_json", "guided_regex", "guided_tag"})
 PENALTIES = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty"})
 CUTS = frozenset({"top_p", "top_k", "min_p"})
@@ -313,19 +312,6 @@ def _nearest(name: Any, known: Iterable[str]) -> str:
     if name in RENAMED:
         return f"its name is {RENAMED[name]!r}, a list of texts, each of which ends a turn as a whole"
     return did_you_mean(str(name), known)
-
-
-def shown(value: Any) -> str:
-    """Show a value as it stands in a refusal, cut: it may be of any size, or refuse to be shown."""
-    try:
-        text = _BRIEF.repr(value)
-    except Exception:  # noqa: BLE001  a number of too many digits, or somebody's own object
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
-
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxstring = _BRIEF.maxother = SHOWN_MAX
 
 
 def sampling_from(row: dict[str, Any]) -> Sampling:

@@ -200,7 +200,7 @@ async def test_runs_are_made_and_changed_and_what_is_wrong_is_named(api: ApiWorl
     assert said["error"] == "RunUnknown" and "mine" in said["message"]
     for wish in ({"deadline_s": True}, {"deadline_s": "3"}, {"wait_s": True}, {"wait_s": "3"}):
         said = await post(api, f"{R1}/groups", 422, tasks=[{}], **wish)
-        assert f"body.{next(iter(wish))}" in str(said) and "valid number" in str(said)
+        assert f"body.{next(iter(wish))}" in str(said) and "expected a number" in str(said)
     said = await post(api, f"{R1}/groups", 422, tasks=[{}], group_ids=["a", "b"])
     assert "group_ids" in said["message"]
     said = await post(api, f"{R1}/groups", 429, tasks=[{}] * 3, group_size=100, wait_s=0.1, group_ids=["a", "b", "c"])
@@ -426,6 +426,15 @@ async def test_what_cannot_be_is_422_whatever_it_holds(api: ApiWorld, tmp_path: 
     for settings in ({"self": 1}, {"model": "small"}):
         answer = await api.http.put(R1, json={"settings": settings})
         assert answer.status_code == 422 and next(iter(settings)) in answer.text
+    for body, words in (
+        ({"tasks": None}, "body.tasks: it is nothing, expected a list"),
+        ({}, "body.tasks: it is missing"),
+        ({"tasks": []}, "body.tasks: it is [], expected 1 or more items"),
+        ({"tasks": [{}], "group_size": 0}, "body.group_size: it is 0, expected 1 or more"),
+        ({"tasks": [{}], "priority": True}, "body.priority: it is true, expected a whole number"),
+    ):
+        answer = await api.http.post(f"{R1}/groups", json=body)
+        assert answer.json()["message"] == f"the request cannot be used: {words}"
     answer = await api.http.post(f"{R1}/groups", json={f"x{n}": 1 for n in range(10_000)}, timeout=30)
     assert answer.status_code == 422 and len(answer.content) < 10_000
 
