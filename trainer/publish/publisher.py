@@ -179,12 +179,13 @@ class Publisher:
     ) -> PublishReport:
         await self._open(layout, version, is_lost=await self._has_lost_head())
         await self._check_layout(layout)
+        is_just_out = self._pending is not None
         if self._pending is not None:
             await self._send(*self._pending, is_repeated=True)
             await self._check_layout(layout)
         if self._ranks.is_regrouped:
             self._forget()
-        if (repeated := await self._check_version(version)) is not None:
+        if (repeated := await self._check_version(version, is_just_out=is_just_out)) is not None:
             if wants_keyframe:
                 return replace(repeated, keyframe_bytes=await self._upkeep.keyframe(self._epoch))
             return repeated
@@ -297,8 +298,11 @@ class Publisher:
             return
         await self._ranks.resume(manifest.tensors, bits, head.version)
 
-    async def _check_version(self, version: int) -> PublishReport | None:
-        """Require a version above the head; return the report if just this version was published before."""
+    async def _check_version(self, version: int, *, is_just_out: bool) -> PublishReport | None:
+        """Require a version above the head; return the report if just this version was published before.
+
+        is_just_out: this call has finished the head, which the one before had begun.
+        """
         head = await self._store.head(self._run_id)
         if head.epoch != self._epoch:
             link = Link(version=version, base_version=-1, kind="", epoch=self._epoch, payload_bytes=0, chunk_count=0)
@@ -318,7 +322,7 @@ class Publisher:
         report = self._report
         if report is not None and version == report.version == head.version and await self._ranks.is_same():
             return report
-        raise not_newer(self._run_id, version, head.version)
+        raise not_newer(self._run_id, version, head.version, is_just_out=is_just_out)
 
     async def _prepare(self, version: int, *, allow_nonfinite: bool) -> tuple[Prepared, PublishReport]:
         live_version = (await self._store.head(self._run_id)).version

@@ -68,11 +68,12 @@ def refusal(code: int, run_id: str, link: Link, *, head_version: int, epoch: int
     return VersionConflict(f"{text}; publish a version above {head_version}", **facts)
 
 
-def not_newer(run_id: str, version: int, head_version: int) -> VersionConflict:
-    """Make the error for a version that is not above the head."""
+def not_newer(run_id: str, version: int, head_version: int, *, is_just_out: bool = False) -> VersionConflict:
+    """Make the error for a version that is not above the head. is_just_out: the refused call finished the head."""
+    why = ", which broke off in the call before and was finished by this one, with the tensors of then"
     return VersionConflict(
-        f"version {version} of run {run_id!r} is not newer than its head, version {head_version}: publish"
-        f" {head_version + 1} or higher",
+        f"version {version} of run {run_id!r} is not newer than its head, version {head_version}"
+        f"{why if is_just_out else ''}: publish {head_version + 1} or higher",
         run_id=run_id,
         version=version,
         head_version=head_version,

@@ -289,6 +289,23 @@ async def test_a_failed_publish_may_be_repeated_as_it_was(trainer: Trainer) -> N
     await trainer.check(1)
 
 
+async def test_other_tensors_under_the_version_that_failed_are_refused_and_told_that_it_is_out(
+    trainer: Trainer,
+) -> None:
+    await trainer.publish(0)
+    trainer.store.fail_at = "put_manifest"
+    with pytest.raises(BrokerError):
+        await trainer.publish(1)
+    first = copy.deepcopy(trainer.model)
+
+    with pytest.raises(VersionConflict, match=r"head, version 1, which broke off .* finished by this one.*: publish 2"):
+        await trainer.publish(1, rate=1.0)
+
+    await assert_published(trainer.store, first, 1)
+    with pytest.raises(VersionConflict, match="head, version 1: publish 2"):
+        await trainer.publish(1, rate=1.0)
+
+
 @pytest.mark.parametrize(("is_readable", "kind"), [(True, DELTA), (False, KEYFRAME)])
 async def test_a_restarted_trainer_goes_on_with_a_delta_where_the_head_can_be_read(
     trainer: Trainer, is_readable: bool, kind: str
