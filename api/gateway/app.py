@@ -19,7 +19,7 @@ from ...fabric.chat.image_parts import url_bytes
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import InputError
 from ...fabric.contract.sampling import shown
-from ...fabric.ports.sessions import Call, SessionFacts, Sessions
+from ...fabric.ports.sessions import Call, SessionFacts, Sessions, check_same_end
 from ..access.connections import BodyLimit
 from ..access.problems import Refused
 from .body import Body, read_json
@@ -138,15 +138,12 @@ def _session_routes(door: Door, sessions: Sessions, config: GatewayConfig) -> AP
 
     async def end(request: Request) -> Response:
         if (facts := await door.recorded(request)) is not None:  # the answer to its end was lost on the way
-            return answer({**_facts(facts), "state": "over"})
-        session = door.session_of(request)
-        body = Body(read_json(await request.body()))
-        value, info, error = _reward(body), body.optional("info", dict), body.optional("error", str)
-        body.close()
-        if value is not None:
-            session.reward(value)
-        await session.end(info=info, error=error)  # also if the client leaves: what has ended has ended
-        return answer({**_facts(session.facts), "state": "over"})
+            check_same_end(facts, (await _read_end(request))["reward"])
+        else:
+            session = door.session_of(request)
+            await session.end(**await _read_end(request))  # also if the client leaves: what has ended has ended
+            facts = session.facts
+        return answer({**_facts(facts), "state": "over"})
 
     _add(routes, "GET", "/healthz", health)
     if config.may_open:
@@ -175,6 +172,13 @@ def _add(routes: APIRouter, method: str, path: str, handler: Handler, shape: Sha
 async def _unrouted(request: Request, error: Exception) -> Response:
     text = f"there is no route {request.method} {shown(request.url.path)}: a base URL ends with /v1 for OpenAI's "
     return unrouted_answer(error, f"{text}clients, and before it for Anthropic's")
+
+
+async def _read_end(request: Request) -> dict[str, Any]:
+    body = Body(read_json(await request.body()))
+    said = {"reward": _reward(body), "info": body.optional("info", dict), "error": body.optional("error", str)}
+    body.close()
+    return said
 
 
 def _facts(facts: SessionFacts) -> dict[str, Any]:

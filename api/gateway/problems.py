@@ -149,6 +149,8 @@ def _of_request(error: FabricError) -> Problem | None:
     param = error.facts.get("name")
     if error.facts.get("is_over_context"):
         return Problem(status=400, code="context_length_exceeded", message=text, param="messages")
+    if error.facts.get("is_conflict"):
+        return Problem(status=409, code="conflict", message=text, param="reward")
     if isinstance(error, PayloadTooLarge):
         return Problem(status=413, code="payload_too_large", message=text)
     if isinstance(error, RunUnknown):

@@ -4,9 +4,9 @@ A session is one claimed trajectory. Its agent asks for completions through the 
 as it likes; each is a turn, or several. A session lives as long as its claim, and its key with it.
 
 Errors of all calls: InputError (PayloadTooLarge among them) and ConfigError, what was asked for cannot be (facts:
-is_over_context, the prompt is longer than the model's context); EngineUnsupported, the engine cannot do it; QueueFull,
-too many calls at once, or no turns left (facts: is_final); ClaimLost, the session is over; BrokerError and EngineError,
-try again.
+is_over_context, the prompt is longer than the model's context; is_conflict, it was said otherwise before);
+EngineUnsupported, the engine cannot do it; QueueFull, too many calls at once, or no turns left (facts: is_final);
+ClaimLost, the session is over; BrokerError and EngineError, try again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..chat.choice import FREE, ToolChoice
+from ..contract.errors import InputError
+from ..contract.text import told
 
 KEY_PREFIX = "rfs-"  # by which scanners for leaked keys know a session's key
 KEY_BYTES = 32  # random ones
@@ -101,6 +103,13 @@ class SessionFacts:
     idle_s_max: float
 
 
+def check_same_end(facts: SessionFacts, reward: float | None) -> None:
+    """Require of an end that is repeated the reward of the first. Raises InputError (facts: is_conflict)."""
+    if reward is not None and reward != facts.reward:
+        text = f"session {facts.session_id} has ended already, with reward {told(facts.reward)}, not {told(reward)}"
+        raise InputError(f"{text}: the first end counts", name="reward", is_conflict=True)
+
+
 class Session(Protocol):
     """A session, as its client reaches it by its key."""
 
@@ -123,10 +132,16 @@ class Session(Protocol):
         """Set the trajectory's reward. Raises InputError: it is no number."""
         ...
 
-    async def end(self, *, info: Mapping[str, Any] | None = None, error: str | None = None) -> None:
+    async def end(
+        self, *, reward: float | None = None, info: Mapping[str, Any] | None = None, error: str | None = None
+    ) -> None:
         """End the session, and wait until its rollout is recorded.
 
-        error: why the attempt failed, instead of having ended; it is tried again where the run says so.
+        reward: as `reward` sets it; None: the one that was given. error: why the attempt failed, instead of having
+        ended; it is tried again where the run says so.
+
+        Raises:
+            InputError: as check_same_end, where it has ended already.
         """
         ...
 

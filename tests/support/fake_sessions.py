@@ -89,8 +89,12 @@ class FakeSession:
             raise InputError(f"reward is {reward}", name="reward")
         self.facts = replace(self.facts, reward=reward)
 
-    async def end(self, *, info: Mapping[str, Any] | None = None, error: str | None = None) -> None:
+    async def end(
+        self, *, reward: float | None = None, info: Mapping[str, Any] | None = None, error: str | None = None
+    ) -> None:
         """Note how it ended."""
+        if reward is not None:
+            self.reward(reward)
         self.ended.append((info, error))
 
 

@@ -44,7 +44,7 @@ from ...fabric.contract.wire import check_size, dump_json
 from ...fabric.host.helpers import end_all
 from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import TrajectoryClaim
-from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Token
+from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Token, check_same_end
 from ..engines.admission import NO_NUMBERS, OVER_CONTEXT
 from ..environments.answers import BRIEF
 
@@ -189,13 +189,18 @@ class AgentSession:
         self._reward = check_reward(reward, "the agent", InputError)
         self._used_s = asyncio.get_running_loop().time()
 
-    async def end(self, *, info: Mapping[str, Any] | None = None, error: str | None = None) -> None:
+    async def end(
+        self, *, reward: float | None = None, info: Mapping[str, Any] | None = None, error: str | None = None
+    ) -> None:
         """End the session, and wait until its rollout is recorded, or its attempt has failed as it says.
 
         A client that repeats it, as its first request broke off, waits for the same.
         """
         if not self._ending.done() or self._ending.cancelled():
+            if reward is not None:
+                self.reward(reward)
             self._set_ending(info, error)
+        check_same_end(self.facts, reward)
         is_void = self._ending.result().error is not None
         if not await asyncio.shield(self._recorded) and not is_void:
             raise self._over()

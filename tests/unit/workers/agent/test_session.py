@@ -564,9 +564,11 @@ async def test_who_lost_the_answer_to_its_end_may_ask_again_how_it_ended(monkeyp
 async def test_an_end_that_is_repeated_while_it_is_recorded_is_one_end() -> None:
     async with one_session() as (gateway, session):
         await session.ask(Call(messages=[user("hi")]))
-        session.reward(1)
-        await asyncio.gather(session.end(), session.end())
-        assert len((await gateway.group()).rollouts) == 1
+        ends = [session.end(reward=reward) for reward in (1, None, 1, 0.5)]
+        *same, other = await asyncio.gather(*ends, return_exceptions=True)
+        assert same == [None] * 3 and "with reward 1.0, not 0.5" in str(other)
+        (rollout,) = (await gateway.group()).rollouts
+        assert rollout.reward == 1
 
 
 async def test_an_end_that_was_not_recorded_is_not_said_to_be() -> None:
