@@ -58,15 +58,20 @@ def _check(
     No broker is asked, and no model loaded.
     """
     tables = read_config(file)
+    faults: dict[str, FabricError] = {}
     for role in tables:
         warn_of_unknown_variables(role)
         try:
             options, _ = _effective(context, role, file)
             check_role(options)
         except FabricError as error:
-            raise ConfigError(f"{file}: [{role}] {error}", option=role) from error
+            faults[role] = error
+            continue
         if not options.url:
             say(Console(stderr=True), f"[{role}] has no broker yet: set ROLLFAB_URL where it is started", "warning")
+    if faults:
+        told = "; ".join(f"[{role}] {error}" for role, error in faults.items())
+        raise ConfigError(f"{file}: {told}", option=next(iter(faults))) from next(iter(faults.values()))
     count = sum(map(len, tables.values()))
     if json:
         show_json({"path": str(file), "is_right": True, "roles": list(tables), "setting_count": count})

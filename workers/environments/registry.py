@@ -108,22 +108,26 @@ class Registry:
         One that hangs or dies meanwhile is let through: it may do better when it is needed.
 
         Raises:
-            ConfigError: one cannot be loaded, so all of its trajectories would fail.
+            ConfigError: some cannot be loaded, so all of their trajectories would fail.
         """
-        names = list(self._targets[ENVIRONMENTS])
+        names, faults = list(self._targets[ENVIRONMENTS]), {}
         for name, found in zip(
             names, await asyncio.gather(*map(self.is_inside, names), return_exceptions=True), strict=True
         ):
             if isinstance(found, EnvironmentFailed) and found.facts.get("reason") != "load":
                 log.warning("environment.not_checked", extra={"environment": name, "error": str(found)})
             elif isinstance(found, FabricError):
-                raise ConfigError(
-                    f"{found}. Mend --environment {name}=… (modules are found from the directory in which the worker "
-                    "is started, and among what is installed for its interpreter), or leave it out",
-                    name=name,
-                ) from found
+                faults[name] = found
             elif isinstance(found, BaseException):
                 raise found
+        if faults:
+            mend = " and ".join(f"--environment {name}=…" for name in faults)
+            told = ". ".join(map(str, faults.values()))
+            raise ConfigError(
+                f"{told}. Mend {mend} (modules are found from the directory in which the worker "
+                "is started, and among what is installed for its interpreter), or leave it out",
+                name=next(iter(faults)),
+            ) from next(iter(faults.values()))
 
     def plays(self, name: str) -> bool:
         """Tell whether an environment is an agent in a process of its own; known once `is_inside` has been asked."""

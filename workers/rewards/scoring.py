@@ -90,13 +90,15 @@ class RewardFunctions:
         """Load and check each reward function once; return the names of those that can be called here.
 
         Raises:
-            ConfigError: a function that this worker's options name cannot be loaded, or is no reward function.
+            ConfigError: functions that this worker's options name cannot be loaded, or are no reward functions.
         """
         names = self._registry.rewards()
         errors = await asyncio.gather(*(self._check(name) for name in names))
-        for (name, is_own), error in zip(names.items(), errors, strict=True):
-            if error is not None and is_own:
-                raise ConfigError(f"--reward {name}: {error}", name=name)
+        faults = {name: error for (name, is_own), error in zip(names.items(), errors, strict=True) if error and is_own}
+        if faults:
+            told = "; ".join(f"--reward {name}: {error}" for name, error in faults.items())
+            raise ConfigError(told, name=next(iter(faults)))
+        for name, error in zip(names, errors, strict=True):
             if error is not None:
                 log.warning("rewards.not_offered", extra={"reward": name, "error": error})
         return [name for name, error in zip(names, errors, strict=True) if error is None]

@@ -325,6 +325,24 @@ def test_a_file_whose_role_would_not_start_is_refused_before_it_is_started(
     assert said.startswith(f"{path}: [") and says in said
 
 
+def test_all_code_that_cannot_be_loaded_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "hide", lambda: None)
+    path = tmp_path / "rollfab.toml"
+    path.write_text(
+        '[agent]\nenvironment = ["a=nope.a:A", "b=nope.b:B"]\n[reward]\nreward = ["r=os:none", "s=os:nothing"]\n'
+    )
+    said = refused("config", "check", str(path))
+    told = (
+        "[agent] ",
+        "environment 'a': ",
+        "environment 'b': ",
+        "a=… and --environment b=…",
+        "[reward] --reward r: ",
+        "; --reward s: ",
+    )
+    assert said.startswith(f"{path}: [agent] ") and [each for each in told if each not in said] == []
+
+
 @pytest.mark.parametrize("url", ["htp://x", "redis://h?durabilty=disk"])
 def test_a_file_is_checked_with_the_url_of_the_environment(
     file: Path, monkeypatch: pytest.MonkeyPatch, url: str
