@@ -386,7 +386,7 @@ class Command:
 
     It finds the model in OPENAI_BASE_URL and OPENAI_API_KEY, the task in the JSON file that ROLLFAB_TASK names, the
     trajectory's seed in ROLLFAB_SEED, and a directory of its own, which is removed afterwards, in ROLLFAB_DIRECTORY.
-    If the last line that it prints is a JSON object, that says the reward.
+    If the last line that it prints is a JSON object, that says the reward; one that begins as an object must be one.
     """
 
     def __init__(self, line: str) -> None:
@@ -418,7 +418,10 @@ class Command:
             raise Refused("answer", told)
         try:
             answer = json.loads(last)
-        except ValueError:
+        except ValueError as error:
+            if last.strip().startswith(b"{"):
+                line = show(last.decode(errors="replace").strip())
+                raise Refused("answer", f"the last line that it printed, {line}, is no JSON: {error}") from error
             return None
         return answer if isinstance(answer, dict) else None
 

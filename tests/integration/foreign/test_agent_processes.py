@@ -129,6 +129,13 @@ async def test_an_answer_of_a_command_that_is_too_long_is_told_and_not_passed_ov
             await play(registry, "line", {})
 
 
+async def test_an_answer_of_a_command_that_cannot_be_read_is_told_and_not_passed_over() -> None:
+    command = shlex.join([sys.executable, "-c", "print({'reward': 1})"])
+    async with Registry([f"line=command:{command}"]) as registry:
+        with pytest.raises(EnvironmentFailed, match=r"it printed, \"{'reward': 1}\", is no JSON: Expecting"):
+            await play(registry, "line", {})
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [("", "no such command"), ("no-such-command-here x", "no such command"), ("'x", "no command line")],
