@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from rich.text import Text
 from ...fabric.contract.text import HARMFUL, counted, one_line, printable
 
 PIPE_WIDTH = 1000  # no row is as long
-NAME_WIDTH_MIN = 6
+NAME_WIDTH_MIN, KEY_WIDTH_MIN = 6, 12  # of columns of names; of the first
 NAMES_SHOWN = 4
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -88,16 +91,50 @@ def tell_written(path: Path, noun: str, count: int, json: bool, but: str = "") -
         show(f"{counted(count, noun)} written to {path}{but}" if count else f"{path} is not written")
 
 
+class _Narrowing(Table):
+    """A table whose last columns are left out where the first would keep too little of its names."""
+
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> rich.console.RenderResult:
+        widths, least = self._widths(), self._least()
+        ends = list(itertools.accumulate(1 + width for width in least))
+        count = max(1, bisect_right(ends, options.max_width + 1))
+        widths = widths[:count]
+        while sum(widths) + count - 1 > max(options.max_width, ends[count - 1] - 1):
+            index = max(range(count), key=lambda each: (widths[each] > least[each], widths[each]))
+            widths[index] -= 1
+        fitting = copy(self)
+        pairs = zip(self.columns, widths, strict=False)  # those that are left out have no width
+        fitting.columns = [replace(column, width=width, min_width=None) for column, width in pairs]
+        yield from Table.__rich_console__(fitting, console, options)
+
+    def _widths(self) -> list[int]:
+        """Return the cells that each column would take."""
+        return [
+            max(cell_len(one_line(each.text if isinstance(each, Cell) else str(each))) for each in texts)
+            for texts in ([column.header, *column.cells] for column in self.columns)
+        ]
+
+    def _least(self) -> list[int]:
+        """Return the cells without which a column tells nothing."""
+        words = [KEY_WIDTH_MIN if not at else NAME_WIDTH_MIN for at in range(len(self.columns))]
+        return [
+            width if column.no_wrap else min(width, word)
+            for column, width, word in zip(self.columns, self._widths(), words, strict=True)
+        ]
+
+
 def new_table(*headings: str, title: str | None = None, left: Collection[str] = ()) -> Table:
     """Make a table without lines, for rows of `cells`: each is one line, also where the terminal is narrow.
 
     left: columns of names and words, which give way first where there is no room for all; the others hold figures.
     """
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
+    table = _Narrowing(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
     table.padding, table.pad_edge = (0, 1, 0, 0), False
     for heading in headings:
         if heading in left:
-            table.add_column(heading, overflow="ellipsis", min_width=NAME_WIDTH_MIN)
+            table.add_column(heading, overflow="ellipsis")
         else:
             table.add_column(heading, overflow="ellipsis", justify="right", no_wrap=True)
     return table

@@ -159,6 +159,17 @@ def test_names_that_differ_at_their_ends_alone_are_told_apart() -> None:
     assert len(rows) == 30
 
 
+@pytest.mark.parametrize(
+    ("columns", "heading"),
+    [(60, "run is head queued running turns ready"), (40, "run is head queued running"), (9, "run")],
+)
+def test_a_narrow_screen_shows_names_rather_than_all_figures(columns: int, heading: str) -> None:
+    lines = shown(seen_of([f"{LONG}-{number:02}" for number in range(3)], []), columns, width=columns).split("\n")
+    at = next(at for at, line in enumerate(lines) if line.startswith("run "))
+    assert " ".join(lines[at].split()) == heading
+    assert [line.split()[0][-4:] for line in lines[at + 1 : at + 4]] == ["r-00", "r-01", "r-02"]
+
+
 def test_what_many_workers_say_is_said_once() -> None:
     workers = [
         WorkerInfo(
