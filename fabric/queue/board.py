@@ -52,7 +52,7 @@ from .status import details_of, queue_status, read_status, sum_up, unknown_run
 
 log = logging.getLogger(__name__)
 
-OUTLAST_MS = 200  # two steps of what a run's fences go on from: queue/lua/use/first.lua
+OUTLAST_MS = 2 * names.FENCE_MS
 NOTICED_S = 1.0  # after this long workers and controllers look for a deleted run no more
 
 
@@ -102,7 +102,7 @@ class RedisLeaseBoard(RedisLeases):
             config = found  # somebody else changed them meanwhile: the shards know what is there in the end
 
     async def _outlast(self, run_id: str) -> None:
-        """Wait until no run of this name was deleted within the tenth of a second that tells runs apart."""
+        """Wait until no run of this name was deleted within the time that tells runs apart."""
         left_ms = await self._client.pttl(names.deleted_run(run_id))
         if names.DELETED_TTL_MS - left_ms <= OUTLAST_MS:
             await asyncio.sleep(OUTLAST_MS / 1000)
@@ -111,7 +111,7 @@ class RedisLeaseBoard(RedisLeases):
         """Begin the shards of a run, or tell them its settings of now."""
         made_ms, count = await self.wall_ms(), config.shard_count
         limits: list[Any] = [config.trajectory_count_max // count, config.memory_bytes_max // count]
-        args = [*limits, config.staleness, config.when_stale, made_ms // 100, made_ms]
+        args = [*limits, config.staleness, config.when_stale, made_ms // names.FENCE_MS, made_ms]
         shards = RunShards(config.run_id, count).all
         checked(
             await self._scripts.call_many([("open_shard", [keys, keys.trajectory, keys.turn], args) for keys in shards])

@@ -147,6 +147,7 @@ CONSUMED_COUNT_MAX = 100_000  # a trainer that repeats an older push than this m
 BELL_TTL_MS = 60_000
 TOLD_TTL_MS = 600_000  # a report that is repeated later than this would count twice
 DELETED_TTL_MS = 7 * 86_400_000
+FENCE_MS = 20  # a step of what a run's fences go on from (lua/use/first.lua): a turn's stay below 2**53 until 2057
 INBOX_TTL_MS = 3_600_000  # an agent that has been gone for an hour reads its turns from turn:result instead
 
 RUNS = f"{PREFIX}:{{rf}}:runs"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from rollfab.fabric.contract.fields import WHOLE_MAX
+from rollfab.fabric.ports.queue import FENCES_PER_CLAIM
 from rollfab.fabric.queue import keys as names
 from rollfab.fabric.queue import scripts
 from rollfab.fabric.queue.keys import ShardKeys, WeightKeys
@@ -131,3 +134,8 @@ def test_no_script_lacks_a_function(name: str) -> None:
     text = scripts.COMMENT.sub("", scripts.load_script(name))
     defined = set(re.findall(r"local function (\w+)", text)) | set(re.findall(r"local (\w+) = function", text))
     assert known & set(re.findall(r"(?<![\w.])(\w+)\(", text)) <= defined
+
+
+def test_a_turns_fences_are_numbers_that_lua_counts_in() -> None:
+    wall_ms = int(datetime(2056, 1, 1, tzinfo=UTC).timestamp() * 1000)
+    assert (wall_ms // names.FENCE_MS + 1_000_000) * FENCES_PER_CLAIM < WHOLE_MAX
