@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...fabric.contract.errors import ConfigError
-from ...fabric.contract.text import as_written, did_you_mean
+from ...fabric.contract.text import did_you_mean, told
 from ...fabric.host.files import parse_toml, read_regular
 from ...fabric.host.options import Described, describe
 from ..cli.arguments import find_secret
@@ -96,7 +96,7 @@ def fault_of_value(known: Described, value: Any, *, is_open: bool) -> str:
         is_right = isinstance(value, KINDS.get(kind, (str,))) and isinstance(value, bool) == (kind == "bool")
         wanted = WORDS.get(kind, "a text")
     if not is_right:
-        return f"is {as_written(value)}, expected {wanted}"
+        return f"is {told(value)}, expected {wanted}"
     if value == "":
         return "is empty: leave it out, and it has its default"
     if said.least is not None and not value >= said.least:

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 NAMES_SHOWN = 8
@@ -91,11 +91,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 
-def told(value: Any) -> str:
-    """Write a value as who typed it would, where that may have been in a file, in JSON or at a prompt; cut."""
+def told(value: Any, show: Callable[[Any], str] = shown) -> str:
+    """Write a value as who typed it would, where that may have been in a file, in JSON or at a prompt."""
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
-    return shown(value)
+    return show(value)
 
 
 def validated(error: Mapping[str, Any]) -> str:

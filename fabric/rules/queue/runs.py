@@ -10,6 +10,7 @@ from ...contract.errors import RunMismatch
 from ...contract.ids import trajectory_of
 from ...contract.records import RunConfig, WorkerInfo
 from ...contract.sampling import sampling_from
+from ...contract.text import told
 from ..lending.capacity_facts import is_same_model
 
 # The rest may change between starts.
@@ -31,7 +32,8 @@ def check_same_run(existing: RunConfig, wanted: RunConfig, step: str = "") -> No
         RunMismatch: names each differing setting, with both values.
     """
     differing = [
-        f"{name} is {getattr(existing, name)!r}, not {getattr(wanted, name)!r}" for name in _differing(existing, wanted)
+        f"{name} is {told(getattr(existing, name), repr)}, not {told(getattr(wanted, name), repr)}"
+        for name in _differing(existing, wanted)
     ]
     if differing:
         step = step or f"Use another name, or delete it first: `rollfab runs rm --run {wanted.run_id}`"

@@ -185,7 +185,9 @@ def test_an_evaluation_that_cannot_be_is_refused_and_says_what_to_do(tmp_path_fa
         evaluation = fabric.fabric.evaluation("lake", 0)
         evaluation.submit(TASKS, group_ids=NAMES)
         run.publish(changed(1), version=1)
-        with pytest.raises(RunMismatch, match=r"reward is None, not 'exact'\. Give the evaluation that differs a name"):
+        with pytest.raises(
+            RunMismatch, match=r"reward is nothing, not 'exact'\. Give the evaluation that differs a name"
+        ):
             fabric.fabric.evaluation("lake", reward="exact")
 
         # When somebody publishes to it: no version but its own, by whatever handle, and it stays at that

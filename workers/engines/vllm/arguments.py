@@ -16,6 +16,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ....fabric.contract.errors import ConfigError, EngineUnsupported
+from ....fabric.contract.text import told
 from ....fabric.model.presets import dtype_of, is_preset, model_config
 from .common.names import BACKEND
 
@@ -185,7 +186,7 @@ def _refuse_contradictions(config: VllmConfig, fixed: Mapping[str, tuple[Any, st
         theirs = given.get(name, value)
         theirs = {"backend": theirs.backend} if hasattr(theirs, "backend") else theirs
         if theirs != value:
-            raise ConfigError(f"vLLM's {_word(name)} is {theirs!r}, must be {value!r}: {reason}", name=name)
+            raise ConfigError(f"vLLM's {_word(name)} is {told(theirs)}, must be {told(value)}: {reason}", name=name)
     if given.get("model", config.model) != config.model:
         raise ConfigError(
             f"vLLM's --model is {given['model']!r}, but the worker's is {config.model!r}: give it before the `--`, as"

@@ -115,7 +115,7 @@ def test_a_model_that_sees_is_given_whole_arrays_and_no_adapter():
     assert found["limit_mm_per_prompt"] == {"video": 0} and found["skip_mm_profiling"]
     assert "skip_mm_profiling" not in engine_arguments(config, "org/name", on_cpu=False, sees=True)
     wrong = VllmConfig(model="org/name", arguments={"mm_device_do_normalize": True})
-    with pytest.raises(ConfigError, match="--mm-device-do-normalize is True, must be False"):
+    with pytest.raises(ConfigError, match="--mm-device-do-normalize is true, must be false"):
         engine_arguments(wrong, "org/name", on_cpu=True, sees=True)
     with pytest.raises(EngineUnsupported, match=r"'org/name' sees.*leave out --adapter-rank"):
         engine_arguments(VllmConfig(model="org/name", adapter_rank=8), "org/name", on_cpu=True, sees=True)
