@@ -141,6 +141,16 @@ def test_a_choice_needs_no_grammar_where_every_answer_keeps_to_it() -> None:
         chat_template("gemma").tag(REQUIRED, tools, prompt="")
 
 
+def test_a_choice_that_no_answer_can_keep_to_is_refused() -> None:
+    tools = check_tools([tool("t")])
+    for name in ("u", "tt"):
+        with pytest.raises(InputError, match=f"names '{name}', which is not among the tools"):
+            chat_template("qwen3").tag(ToolChoice(is_forced=True, name=name), tools, prompt="")
+    assert chat_template("qwen3").tag(ToolChoice(is_forced=True, name="t"), tools, prompt="")
+    with pytest.raises(InputError, match="takes no bound on calls that are not forced"):
+        chat_template("gpt-oss").tag(ToolChoice(is_single=True), tools, prompt="")
+
+
 def test_a_choice_is_read_as_chat_completions_have_it() -> None:
     named = {"type": "function", "function": {"name": "t"}}
     assert read_choice("auto") == FREE and read_choice("required") == REQUIRED

@@ -139,6 +139,9 @@ def test_tools_are_copied_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, limit, 0)
             with pytest.raises(PayloadTooLarge):
                 check_tools([TOOL])
+            if limit == "TOOLS_BYTES_MAX":
+                with pytest.raises(PayloadTooLarge, match="options of the chat template"):
+                    check_options({"enable_thinking": False})
 
 
 @pytest.mark.parametrize("value", [[1], {"a b": 1}, {1: 2}, {"when": float("inf")}, {"it": {1, 2}}])

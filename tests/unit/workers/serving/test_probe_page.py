@@ -18,11 +18,13 @@ from rollfab.fabric.rules.serving.facts import ServingState, StepWork
 from rollfab.workers.serving.probes.probe_page import (
     ALIVE_NS,
     AT_LAYOUT,
+    AT_MAGIC,
     REQUEST_COUNT_MAX,
     RING,
     SEQ,
     SIZE_BYTES,
     ProbeWriter,
+    writer_of,
 )
 from rollfab.workers.serving.probes.reader import LOOK_AGAIN_S, ProbeReader
 
@@ -321,6 +323,18 @@ time.sleep(60)
                 ProbeWriter(tmp_path / "page")
         finally:
             other.kill()
+
+
+def test_a_page_that_lives_and_is_ours_alone_names_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    ProbeWriter(path)
+    assert writer_of(path) is None, "it has given no sign of life"
+    shown_alive(path)
+    assert writer_of(path) == os.getpid()
+    with path.open("r+b") as file:
+        file.seek(8 * AT_MAGIC)
+        file.write(bytes(8))
+    assert writer_of(path) is None
 
 
 def shown_alive(path: Path) -> None:

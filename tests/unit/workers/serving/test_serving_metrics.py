@@ -1,10 +1,13 @@
 """What is read from vLLM's /metrics: texts recorded from a real server, 12 requests of 40 + 200 tokens in 8 slots."""
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
+import pytest
+
 from rollfab.fabric.rules.serving.facts import ServingState, StepWork
-from rollfab.workers.serving.probes.metrics import UNKNOWN_PROMPT_TOKENS, Ledger, Metrics, parse
+from rollfab.workers.serving.probes.metrics import UNKNOWN_PROMPT_TOKENS, Histogram, Ledger, Metrics, parse
 
 RECORDED = Path(__file__).parent / "vllm_metrics"
 
@@ -100,3 +103,29 @@ def test_a_server_that_was_started_anew_begins_anew() -> None:
     ledger, _ = played("busy0", "busy3")
     seen = ledger.take(scraped("one"), 20.0)
     assert seen.state.running == () and seen.state.waiting == () and seen.ends == () and seen.arrivals == ()
+
+
+def test_what_is_known_of_a_server_that_fell_is_forgotten_though_as_many_run_and_wait() -> None:
+    ledger, _ = played("one", "busy0")
+    busy = scraped("busy0")
+    fallen = replace(busy, values={**busy.values, "generation_tokens_total": 0.0})
+    state = ledger.take(fallen, 12.0).state
+    assert {each.arrived_at_s for each in state.waiting} == {12.0}
+    assert {(each.first_token_at_s, each.token_count) for each in state.running} == {(12.0, 1)}
+    ended = {**fallen.histograms, "request_time_per_output_token_seconds": {0.01: 99.0, inf: 99.0}}
+    assert ledger.take(replace(fallen, histograms=ended), 13.0).ends == (), "none of its requests had a first token"
+
+
+@pytest.mark.parametrize(
+    ("counts", "guess"),
+    [
+        ({128.0: 19.0, inf: 19.0}, UNKNOWN_PROMPT_TOKENS),
+        ({128.0: 19.0, 256.0: 20.0, inf: 20.0}, 128),
+        ({128.0: 18.0, 256.0: 20.0, inf: 20.0}, 256),
+        ({128.0: 18.0, inf: 20.0}, UNKNOWN_PROMPT_TOKENS),
+    ],
+)
+def test_a_prompt_that_waits_is_taken_to_be_as_long_as_most_that_have_ended(counts: Histogram, guess: int) -> None:
+    values = {"num_requests_running": 0.0, "num_requests_waiting": 1.0}
+    (waiting,) = Ledger().take(Metrics(values=values, histograms={"request_prompt_tokens": counts}), 1.0).state.waiting
+    assert waiting.prefill_tokens == guess

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +64,32 @@ def test_a_worker_without_slots_says_so_whatever_its_team_says() -> None:
         assert plan([worker("s", slot_count=0, lend=lend)], [run()], RULE)[0].reason == "it has no slots"
     off = worker("s", lend=0, lend_reason="off, said by ann")
     assert plan([off], [run()], RULE)[0].reason == "off, said by ann"
+
+
+FAST, TIRED = worker("d", slot_tokens_per_s=100.0), worker("s", lend=8, slot_tokens_per_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "reason"),
+    [
+        ([DEDICATED, SERVING], "9 trajectories open, 8 slots given"),
+        ([DEDICATED, worker("e"), SERVING], "the slots given are enough"),
+        ([worker("d", slot_count=9), SERVING], "the slots given are enough"),
+        (
+            [FAST, TIRED],
+            "9 trajectories open, 8 slots given: too few more for a worker at 1% of a dedicated one's speed",
+        ),
+        (
+            [FAST, replace(TIRED, activation_ms=60_000, fetch_ms=500)],
+            "at 1% of a dedicated one's speed after 60.5 s to get ready",
+        ),
+        ([FAST, replace(TIRED, activation_ms=60_000, is_lent=True, doubt_s=99.0)], "at 1% of a dedicated one's speed"),
+    ],
+)
+def test_a_serving_worker_is_told_of_the_demand_or_why_there_is_none_for_it(
+    workers: list[WorkerFacts], reason: str
+) -> None:
+    assert plan(workers, [run(open_count=9)], RULE)[-1].reason.endswith(reason)
 
 
 facts = st.builds(
