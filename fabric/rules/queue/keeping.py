@@ -64,11 +64,9 @@ def _thinned(kept: Sequence[KeptGroup], first: int) -> list[int]:
         gone.add(index)
         order.append(index)
         low, high = before[index], after[index]
+        after[low] = high
         if low > first:
-            after[low] = high
             heapq.heappush(heap, (weight(low), low))
-        elif low == first:
-            after[low] = high
         if high < middle:
             before[high] = low
             heapq.heappush(heap, (weight(high), high))

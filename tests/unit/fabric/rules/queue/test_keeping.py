@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +25,27 @@ def test_what_stays_fits_and_the_newest_goes_last(sizes: list[int], bytes_max: i
         assert not gone
     if gone and stays:
         assert stays[-1] is groups[-1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=8, max_size=40), st.data())
+def test_of_the_older_half_what_is_nearest_to_its_neighbours_goes_first(
+    told: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    times = accumulate(gap_ms for gap_ms, _ in told)
+    groups = [KeptGroup(f"{n}-0", f"g{n}", at, size) for n, (at, (_, size)) in enumerate(zip(times, told, strict=True))]
+    middle, size = len(groups) // 2, sum(each.size_bytes for each in groups)
+    bytes_max = data.draw(st.integers(0, 2 * size + 2))
+    stays, gone = list(range(len(groups))), []
+    while size > bytes_max * REST:
+        inner = [at for at in range(1, len(stays) - 1) if stays[at] < middle]
+
+        def cost(at: int) -> tuple[float, int]:
+            gap_ms = groups[stays[at + 1]].ended_ms - groups[stays[at - 1]].ended_ms
+            return (gap_ms + 1) / (groups[stays[at]].size_bytes + 1), stays[at]
+
+        gone.append(stays.pop(min(inner, key=cost) if inner else 0))
+        size -= groups[gone[-1]].size_bytes
+    assert to_drop(groups, bytes_max, groups[-1].ended_ms) == sorted(gone)
 
 
 def test_groups_beyond_the_count_go_and_what_is_too_old_goes_first() -> None:
