@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollfab.fabric.contract.errors import RunUnknown
+from rollfab.fabric.contract.lease_plan import LeasePlan, PlanRow
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting
-from rollfab.fabric.inspect.diagnosing import diagnose_survey
-from rollfab.fabric.inspect.diagnosis import CODES, GONE_S, STALL_S, Cause, Scene, diagnose, is_well
+from rollfab.fabric.inspect.diagnosing import diagnose_run, diagnose_survey, read_fabric
+from rollfab.fabric.inspect.diagnosis import CODES, GONE_S, SILENT_MS, STALL_S, Cause, Scene, diagnose, is_well
 from rollfab.fabric.ports.queue import BadRow, Consumer, RunDetails, RunStatus
 from rollfab.fabric.rules.lending.terms import terms
 from tests.standin.fabric import StandInFabric
@@ -462,6 +464,68 @@ async def test_whom_the_controller_has_forgotten_of_late_may_only_be_slow(age_ms
     # Then it says when it was there
     assert (found.code, found.kind) == ("no_agent", kind)
     assert ("a1 was heard of 7 s ago" in found.text) == (kind == "passing")
+
+
+async def test_a_run_that_is_not_there_is_told_by_what_became_of_it() -> None:
+    board = StandInFabric().board
+    for name in ("r1", "r2"):
+        await board.create_run(replace(CONFIG, run_id=name))
+    assert set((await read_fabric(board)).causes) == {"r1", "r2"}
+    assert set((await read_fabric(board, "r1")).causes) == {"r1"}
+    with pytest.raises(RunUnknown, match="did you mean r1"):
+        await diagnose_run(board, "r1x")
+    await board.delete_run("r1")
+    with pytest.raises(RunUnknown, match=r"was deleted \d s ago"):
+        await diagnose_run(board, "r1")
+
+
+@pytest.mark.parametrize(
+    ("run", "is_looked_at"),
+    [
+        (status(1), False),
+        (replace(status(1), dead_count=1), True),
+        (replace(status(1, trajectories_completed=1), dead_count=1), False),
+        (status(1, waiting=1), True),
+        (status(1, 1, waiting=1), False),
+    ],
+)
+async def test_consumers_and_reasons_are_read_only_of_a_run_whose_numbers_do_not_say_enough(
+    run: RunStatus, is_looked_at: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, asked = StandInFabric().board, []
+    await board.create_run(CONFIG)
+
+    async def details(config: RunConfig) -> RunDetails:
+        asked.append(config.run_id)
+        return HERE
+
+    monkeypatch.setattr(board, "run_details", details)
+    await diagnose_survey(board, replace(await board.survey(), runs={"r1": run}), {}, None, (0, 0))
+    assert asked == ["r1"] * is_looked_at
+
+
+@pytest.mark.parametrize(
+    ("role", "age_ms", "is_led"),
+    [("controller", SILENT_MS, True), ("controller", SILENT_MS + 1, False), ("agent", 0, False)],
+)
+async def test_a_plan_counts_while_its_controller_lives(role: str, age_ms: int, is_led: bool) -> None:
+    board = StandInFabric().board
+    await board.create_run(CONFIG)
+    who = {"c": (info("c", role), age_ms), "w1": (WORKER, 0), "a1": (AGENT, 0)}
+    survey = replace(await board.survey(), runs={"r1": status(4)}, workers=who)
+    row = PlanRow(worker_id="w1", role="dedicated", slot_count=0, run_id=None, reason="it rains")
+    plan = LeasePlan(controller_id="c", term=1, made_at_ms=0, rows=(row,))
+    found = (await diagnose_survey(board, survey, {}, plan, (0, 0)))["r1"]
+    assert any("it rains" in each.text for each in found) == is_led
+
+
+async def test_a_serving_worker_is_judged_by_its_teams_terms() -> None:
+    board = StandInFabric().board
+    await board.create_run(CONFIG)
+    who = {each.worker_id: (each, 0) for each in (CONTROLLER, AGENT, SERVING)}
+    survey = replace(await board.survey(), runs={"r1": status(4)}, workers=who)
+    found = (await diagnose_survey(board, survey, OFF, None, (0, 0)))["r1"]
+    assert found[0].code == "lend_off" and "launch day" in found[0].text
 
 
 def test_a_worker_that_fell_silent_is_gone_and_one_whose_lease_has_ended_has_none() -> None:
