@@ -6,15 +6,21 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 
+from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.ids import turn_id
 from rollfab.fabric.contract.records import RunConfig, Sampling, TurnJob, TurnResult
+from rollfab.fabric.format.manifest import Head
 from rollfab.fabric.ports.queue import TurnPush
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.checks import make_groups
 from rollfab.workers.controller.controller import Controller, ControllerConfig
+from rollfab.workers.rollout import guests
 from rollfab.workers.rollout.weights import ReceiverOptions, WeightReceiver
 from rollfab.workers.rollout.worker import RolloutConfig, RolloutWorker
 from tests.sim.engines.fake import FakeEngine
@@ -191,6 +197,46 @@ async def test_a_guest_whose_weights_change_leaves() -> None:
         (of_b,), (of_a,) = await shared.results(b, 1), await shared.results(a, 1)
     assert told(of_a, 3) and {span.policy_version for span in of_a.spans} == {0}
     assert {span.policy_version for span in of_b.spans} == {0, 1}
+
+
+class Heads:
+    """The versions of a run, of which each look finds the next. Their sums are their numbers."""
+
+    def __init__(self, heads: Sequence[Head]) -> None:
+        self._heads = list(heads)
+
+    async def wait_head(self, run_id: str, above: int, timeout_s: float) -> Head:
+        self.head = self._heads.pop(0)
+        return self.head
+
+    async def held(self, run_id: str) -> list[tuple[int, str]]:
+        return [(self.head.version, "delta")]
+
+
+@pytest.mark.parametrize(
+    ("last", "known"),
+    [
+        (Head(version=4, epoch=1, moved_by=1), [2, 3, 4]),
+        (Head(version=4, epoch=2, moved_by=2), [-1, -1, 4]),
+        (Head(version=3, epoch=1, moved_by=1, kind="keyframe"), [-1, 3, -1]),
+        (Head(version=2, epoch=1, moved_by=1), [2, -1, -1]),
+    ],
+)
+async def test_a_guest_forgets_versions_whose_weights_may_be_others_now(
+    last: Head, known: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = {version: np.array([version], np.uint64) for version in range(9)}
+
+    async def found(store: Heads, run_id: str, names: Sequence[tuple[int, str]]) -> dict[int, SimpleNamespace]:
+        return {version: SimpleNamespace(version=version, sums=sums[version]) for version, _ in names}
+
+    monkeypatch.setattr(guests, "readable", found)
+    heads: Any = Heads([*(Head(version=version, epoch=1, moved_by=1) for version in (2, 3)), last])
+    guest = guests.Guest(SimpleNamespace(run_id="b"), heads, SystemClock(), lambda: None)  # type: ignore[arg-type]
+    for _ in range(3):
+        await guest._look()
+    assert [guest.version_of(sums[version]) for version in (2, 3, 4)] == known
+    assert guest.moved_by == last.moved_by
 
 
 @in_virtual_time

@@ -118,6 +118,25 @@ async def test_neither_a_broken_nor_a_stuck_doorbell_makes_a_worker_spin() -> No
         assert 1 <= board.beat_count <= 21
 
 
+async def test_a_bell_is_not_listened_to_before_the_heartbeat_that_it_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    board, gate = OddBoard(), asyncio.Event()
+    keeper, _ = await keeper_on(board)
+    beat = board.heartbeat
+
+    async def late(info: WorkerInfo) -> Any:
+        await gate.wait()
+        return await beat(info)
+
+    monkeypatch.setattr(board, "heartbeat", late)
+    async with at_work(keeper.beat, keeper.listen):
+        await asyncio.sleep(0.2)
+        assert board.wait_count == 1
+        gate.set()
+        await until(lambda: board.wait_count > 1)
+
+
 async def test_a_lease_that_runs_out_holds_the_engine_though_the_broker_says_nothing() -> None:
     # Given a keeper that hears no more from the broker
     keeper, changes = await keeper_on(OddBoard(), heartbeat_s=3600.0, duration_ms=100)
