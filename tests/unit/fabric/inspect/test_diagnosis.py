@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.contract.errors import RunUnknown
-from rollfab.fabric.contract.lease_plan import LeasePlan, PlanRow
+from rollfab.fabric.contract.lease_plan import LeasePlan, RunDemand
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.contract.sharing import LendSetting
 from rollfab.fabric.inspect.diagnosing import diagnose_run, diagnose_survey, read_fabric
@@ -512,11 +512,54 @@ async def test_a_plan_counts_while_its_controller_lives(role: str, age_ms: int, 
     board = StandInFabric().board
     await board.create_run(CONFIG)
     who = {"c": (info("c", role), age_ms), "w1": (WORKER, 0), "a1": (AGENT, 0)}
-    survey = replace(await board.survey(), runs={"r1": status(4)}, workers=who)
-    row = PlanRow(worker_id="w1", role="dedicated", slot_count=0, run_id=None, reason="it rains")
-    plan = LeasePlan(controller_id="c", term=1, made_at_ms=0, rows=(row,))
-    found = (await diagnose_survey(board, survey, {}, plan, (0, 0)))["r1"]
-    assert any("it rains" in each.text for each in found) == is_led
+    survey = replace(await board.survey(), workers=who, leases={"r1": {"w1": lease()}}, now_ms=60_000)
+    survey = replace(survey, runs={"r1": status(1, 3, claimed=3)})
+    demand = RunDemand(run_id="r1", open_count=4, dedicated_count=8, borrowed_count=0, moved_at_ms=50_000)
+    plan = LeasePlan(controller_id="c", term=1, made_at_ms=0, runs=(demand,))
+    (moves,) = (await diagnose_survey(board, survey, {}, plan, (0, 0)))["r1"]
+    assert moves.code == "moves" and moves.text.endswith("the last sign of progress 10 s ago") == is_led
+
+
+@pytest.mark.parametrize(("used", "limit", "is_full"), [(8, 8, True), (7, 8, False), (8, 0, False)])
+def test_a_broker_is_full_at_its_limit(used: int, limit: int, is_full: bool) -> None:
+    seen = scene(status(4), *ALL, memory_bytes=(used << 20, limit << 20))
+    assert ("broker_full" in codes(diagnose(seen, "r1"))) == is_full
+
+
+@pytest.mark.parametrize(("ages_ms", "said"), [((-5_000, 0), ""), ((-9_000, -7_000), "a1, w1 lies up to 9 s")])
+def test_a_heartbeat_that_lies_further_ahead_than_a_tick_is_told(ages_ms: tuple[int, int], said: str) -> None:
+    seen = scene(status(4), *ALL, leases=HELD)
+    ahead = {"a1": (AGENT, ages_ms[0]), "w1": (WORKER, ages_ms[1])}
+    first = diagnose(replace(seen, workers={**seen.workers, **ahead}), "r1")[0]
+    assert (first.code == "clock") == bool(said) and said in first.text
+
+
+@pytest.mark.parametrize(
+    ("workers", "is_moving"),
+    [
+        ([WORKER], True),
+        ([replace(WORKER, guard_state="shut")], False),
+        ([replace(WORKER, state="failed")], False),
+        ([replace(WORKER, guard_state="shut"), replace(WORKER, worker_id="w2")], True),
+    ],
+)
+def test_turns_move_where_a_worker_that_has_them_may_and_can_compute(
+    workers: list[WorkerInfo], is_moving: bool
+) -> None:
+    leases = tuple(lease(each.worker_id) for each in workers)
+    found = diagnose(scene(status(0, 3, claimed=3), CONTROLLER, AGENT, *workers, leases=leases), "r1")
+    assert ("moves" in codes(found)) == is_moving
+
+
+def test_a_sampling_that_no_engine_can_do_is_told_with_the_engines() -> None:
+    several = scene(
+        status(config=GUIDED), CONTROLLER, AGENT, UNGUIDED, replace(UNGUIDED, worker_id="w2", engine="sglang 1")
+    )
+    (cause,) = [each for each in diagnose(several, "r1") if each.code == "cannot_sample"]
+    assert "samples with guided_json" in cause.text and cause.text.endswith("they have transformers 5, sglang 1")
+    assert cause.step.startswith("Leave guided_json out of its sampling")
+    able = scene(status(config=GUIDED), CONTROLLER, AGENT, UNGUIDED, replace(WORKER, worker_id="w2"))
+    assert "cannot_sample" not in codes(diagnose(able, "r1"))
 
 
 async def test_a_serving_worker_is_judged_by_its_teams_terms() -> None:

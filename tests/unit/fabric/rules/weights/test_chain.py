@@ -308,6 +308,31 @@ def test_a_receiver_keeps_its_way_and_one_too_far_behind_takes_the_keyframe() ->
     assert plan(1, 40, crowd)[0].kind == KEYFRAME
 
 
+def test_jumps_that_a_longer_one_will_fold_stay_though_no_way_takes_them() -> None:
+    shorts = [link(end, end - 8, size=100, kind=SHORT) for end in range(8, 41, 8)]
+    links = [link(0, size=1000), *deltas(1, 40, size=1), *shorts]
+
+    assert [item for item in garbage(40, links) if item in shorts] == []
+
+
+def test_the_first_version_is_held_as_any_other() -> None:
+    links = [link(0, size=100), *deltas(1, 40, size=1), link(40, size=100)]
+
+    assert {item.version for item in garbage(40, links) if item.kind == DELTA} == set()
+    later = [*links, *deltas(41, 60, size=1)]
+    assert {item.version for item in garbage(60, later) if item.kind == DELTA} == set(range(1, 41))
+    assert {item.version for item in garbage(60, later, held_versions=[0]) if item.kind == DELTA} == set()
+
+
+def test_nothing_is_kept_for_a_receiver_that_a_keyframe_brings_there_for_less() -> None:
+    last = 30 + GRACE_COUNT // 2
+    links = [link(0, size=100), *deltas(1, last, size=2), link(20, size=5), link(30, size=100)]
+
+    gone = garbage(last, links, held_versions=[10])
+
+    assert {item.version for item in gone if item.kind == DELTA} == set(range(1, 21))
+
+
 def test_a_refusal_says_who_and_what_next() -> None:
     old = link(5, 4, epoch=1)
 
