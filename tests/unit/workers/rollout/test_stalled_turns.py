@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
+from rollfab.fabric.rules.queue.engine_watch import StallRule
+from rollfab.workers.rollout.engine_watch import EngineWatch
 from tests.sim.virtual_loop import VirtualClock
 from tests.support.queue.played_worker import PlayedEngine, Stage
 from tests.support.until import until
@@ -92,6 +95,28 @@ async def test_an_engine_that_answers_again_is_tried_with_one_turn_until_it_step
         # and all that it has room for once it makes a step
         async with stepping(stage.engine, stage.engine.step):
             await until(lambda: len(stage.engine.turns) == 2)
+
+
+async def test_an_engine_that_hangs_is_tried_once_it_has_stood_for_as_long_again_and_owes_no_answer() -> None:
+    clock = SimpleNamespace(now_s=lambda: tick / 16)
+    tick, engine = 0, PlayedEngine()
+    watch = EngineWatch(engine, StallRule(stall_s=1.0), clock)  # type: ignore[arg-type]
+    while not watch.is_hung:
+        tick += 1
+        watch.look(1)
+    hung_at = tick
+
+    # When its trial comes, then one turn may run, and none before
+    tick = hung_at + 15
+    assert watch.may_take(0) == 0 and watch.trouble is not None
+    tick = hung_at + 16
+    assert (watch.may_take(0), watch.may_take(1), watch.trouble) == (1, 0, None)
+    # and none while it owes an answer, for which nobody waits
+    engine.is_deaf = True
+    assert await watch.abort(["r"]) == [] and watch.is_owing
+    assert watch.may_take(0) == 0 and watch.trouble is not None
+    engine.is_deaf = False
+    await until(lambda: watch.may_take(0) == 1)
 
 
 @in_virtual_time

@@ -315,6 +315,13 @@ def test_jumps_that_a_longer_one_will_fold_stay_though_no_way_takes_them() -> No
     assert [item for item in garbage(40, links) if item in shorts] == []
 
 
+def test_of_the_long_jumps_before_a_keyframe_the_last_alone_stays() -> None:
+    longs = [link(64, 0, kind=LONG), link(128, 64, kind=LONG)]
+    links = [link(0, size=1000), *deltas(1, 200), *longs, link(190, size=50)]
+
+    assert [item for item in garbage(200, links) if item in longs] == longs[:1]
+
+
 def test_the_first_version_is_held_as_any_other() -> None:
     links = [link(0, size=100), *deltas(1, 40, size=1), link(40, size=100)]
 
