@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rollfab.fabric.contract.errors import EngineError
 from rollfab.fabric.contract.records import Lease
+from rollfab.fabric.ports.queue import Exchange
 from rollfab.fabric.rules.queue.placement import US_PER_TOKEN
 from tests.sim.virtual_loop import VirtualClock
 from tests.support.leases import set_lease
@@ -103,6 +105,32 @@ async def test_a_lease_that_ends_gives_turns_back_with_their_tokens() -> None:
         assert stage.engine.aborted == [name]
         assert stage.logs[name].completion_ids.tolist() == [0, 1, 2]
         assert (stage.table.records[name].attempt, stage.table.records[name].loss) == (0, 0)
+
+
+async def test_a_turn_that_has_ended_by_itself_is_handed_in_once_as_its_lease_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given a turn that has ended, on a shard that takes nothing while the worker has its lease
+    stage = Stage()
+    exchange = stage.turns.exchange
+    async with stage.at_work(1, 1) as (name,):
+
+        async def late(worker_id: str, **asked: Any) -> Exchange:
+            stage.turns.failing = {name} if "lease_epoch" in asked else set()
+            return await exchange(worker_id, **asked)
+
+        monkeypatch.setattr(stage.turns, "exchange", late)
+        stage.engine.end()
+        await until(lambda: (1, 0) in stage.turns.exchanges)
+        # When the lease ends, then it is handed in, and not given back
+        await stage.end_lease()
+        await until(lambda: stage.table.records[name].state == "settled")
+        await until(lambda: not stage.turns.failing)
+        # and not again
+        stage.turns.exchanges.clear()
+        await stage.lease(2, 1)
+        await until(lambda: stage.turns.exchanges)
+        assert (stage.turns.exchanges[0], stage.turns.returned) == ((0, 0), [])
 
 
 async def test_a_save_goes_on_behind_what_the_broker_has() -> None:
