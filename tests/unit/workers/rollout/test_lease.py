@@ -369,3 +369,20 @@ async def test_turns_of_a_worker_that_is_taken_back_return_with_their_tokens_and
         await stage.fabric.board.set_lend(WORKER, "on")
         await until(lambda: len(stage.engine.turns) == 2)
         assert stage.engine.pauses == set()
+
+
+async def test_a_cap_gives_back_the_turns_beyond_it_and_no_others() -> None:
+    stage = Stage()
+    names = await stage.ask(4)
+    await stage.fabric.board.set_lend(WORKER, "on")
+    await stage.lease(1, 3)
+    async with stage.worker(role="serving"):
+        await until(lambda: len(stage.engine.turns) == 3)
+        for cap in (3, 1):
+            await stage.fabric.board.set_lend(WORKER, str(cap))
+            await until(lambda cap=cap: len(stage.ready) == 4 - cap)
+            await asyncio.sleep(0.1)
+            assert (len(stage.engine.turns), len(stage.turns.returned), len(stage.ready)) == (cap, 3 - cap, 4 - cap)
+        assert {*stage.engine.turns, *stage.ready} == {*names}
+        await stage.fabric.board.set_lend(WORKER, "on")
+        await until(lambda: len(stage.engine.turns) == 3)
