@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...fabric.contract.text import as_written
+from ...fabric.contract.text import told
 
 SECONDS_MAX = 1e12  # from any epoch, in any direction
 TOKENS_MAX = 1_000_000_000  # of a prompt, or a completion
@@ -29,7 +29,7 @@ def number(row: Mapping[str, Any], name: str, most: float, least: float = 0.0) -
     except (ValueError, TypeError, OverflowError):
         found = None
     if found is None or not least <= found <= most:
-        raise ValueError(f"its {name} is {as_written(value)}: expected a number from {least:g} to {most:g}")
+        raise ValueError(f"its {name} is {told(value)}: expected a number from {least:g} to {most:g}")
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...fabric.contract.errors import ConfigError
-from ...fabric.contract.text import as_written, did_you_mean, one_line
+from ...fabric.contract.text import did_you_mean, one_line, told
 from ...fabric.host.files import parse_toml, read_regular
 from .arms import ARMS
 from .machine.workload import KINDS
@@ -223,13 +223,13 @@ def _value(where: str, like: Any, value: Any) -> Any:
     """
     if isinstance(like, tuple):
         if not isinstance(value, list) or not value:
-            raise ConfigError(f"{where} is {as_written(value)}: expected a list, with something in it")
+            raise ConfigError(f"{where} is {told(value)}: expected a list, with something in it")
         return tuple(_value(where, like[0], each) for each in value)
     if isinstance(like, float) and type(value) is int:
         value = float(value)
     if type(value) is not type(like) or (isinstance(value, float) and not math.isfinite(value)):
         kind = {"str": "a text", "int": "a whole number", "float": "a number"}[type(like).__name__]
-        raise ConfigError(f"{where} is {as_written(value)}: expected {kind}")
+        raise ConfigError(f"{where} is {told(value)}: expected {kind}")
     return value
 
 
@@ -285,7 +285,7 @@ def checked(scenario: Scenario, name: str) -> Scenario:
             raise ConfigError(f"{name}: [{part}] {setting} is {value:g}: expected {low:g} to {high:g}{nothing}")
     loads, seeds = scenario.serving.loads, scenario.simulation.seeds
     if not all(0 <= load <= LOAD_MAX for load in loads) or min(seeds) < 0:
-        given = f"loads {as_written([*loads])}, seeds {as_written([*seeds])}"
+        given = f"loads {told([*loads])}, seeds {told([*seeds])}"
         raise ConfigError(f"{name}: {given}: expected 0 to {LOAD_MAX:g}, and 0 or more")
     if scenario.work.kind not in KINDS:
         raise ConfigError(f"{name}: [work] kind {scenario.work.kind!r}: {did_you_mean(scenario.work.kind, KINDS)}")

@@ -7,14 +7,12 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 NAMES_SHOWN = 8
-SHOWN_MAX = 60
 # C0 and C1 controls but tab and line feed, DEL; marks that change the direction of text; line and paragraph separators;
 # lone surrogates, which UTF-8 has no bytes for.
 HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
@@ -63,17 +61,6 @@ def cleaned(value: Any) -> Any:
     return [cleaned(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def as_written(value: Any) -> str:
-    """Write a value on one line as files of settings have it, cut where it is long: true, 'a', 2026-01-01, ["a"]."""
-    if isinstance(value, str):
-        text = repr(value)
-    elif value is None or isinstance(value, bool | int | list | dict):
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    else:
-        text = str(value)
-    return one_line(text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…")
-
-
 def counted(count: int, noun: str, *does: str) -> str:
     """Write a count with its noun and verb: "1 group waits" or "2 groups wait", of ("waits", "wait")."""
     many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
@@ -95,7 +82,7 @@ def told(value: Any, show: Callable[[Any], str] = shown) -> str:
     """Write a value as who typed it would, where that may have been in a file, in JSON or at a prompt."""
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
-    return show(value)
+    return str(value) if hasattr(value, "isoformat") else show(value)  # a time of TOML
 
 
 def validated(error: Mapping[str, Any]) -> str:

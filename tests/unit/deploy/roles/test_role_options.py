@@ -167,7 +167,7 @@ def test_a_key_of_a_server_comes_by_its_variable_alone(started: list[Any], monke
         ("[worker]\nsleep_after = nan", "[worker] sleep_after is nan, expected 0 or more"),
         ('[worker]\nobserve = "yes"', "[worker] observe is 'yes', expected true or false"),
         ('[worker]\nengine = "vlm"', "[worker] engine is 'vlm': did you mean vllm?"),
-        ("[worker.engine]\nslots = 3", '[worker] engine is {"slots": 3}, expected a text'),
+        ("[worker.engine]\nslots = 3", "[worker] engine is {'slots': 3}, expected a text"),
         ('[agent]\nenvironment = "a=b:c"', "[agent] environment is 'a=b:c', expected a list of texts"),
         ("[agent]\ntimeout = 0", "[agent] timeout cannot be: --timeout is 0: give a finite number of seconds above 0"),
         ("[reward]\ntimeout = inf", "[reward] timeout cannot be: --timeout is inf"),
