@@ -136,7 +136,7 @@ RIGHTS: dict[str, Rights] = {
         commands=f"{STATUS} {LEAVE}",
         reads=STATUS_KEYS,
         writes=f"{BEAT_KEYS} {{rf}}:leader {{rf}}:lease_epoch {{rf}}:plan {{rf}}:lease_bell:* {{rf}}:events "
-        "{rf}:samples {run}:leases {run}:lease_slots {run}:lease_term",
+        "{rf}:samples {run}:leases {run}:lease_slots {run}:lease_term {run}:turn:hardware",
     ),
     "api-read": Rights(
         purpose="an api that shows; sees numbers and dead letters, neither tasks nor tokens nor weights",

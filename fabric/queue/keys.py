@@ -32,9 +32,6 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    kept_bytes. first_fence: see use/first.lua. moved_by: as in rf:{run.w}:head.
                                    weights: of the head, by its digest (format/manifest.py, state_digest).
                                    pinned: the version that the run evaluates, if it is an evaluation.
-                                   read_costs: of workers of unlike hardware, lines "cost<tab>kind", see
-                                   rules/lending/hardware.py; first_tokens, first_count: of the turns that waited for
-                                   what suits them since it is there.
                                    Shard 0: agreement (Agreement), as a trainer compared last.
   rf:{run.s}:clock          STRING as rf:{rf}:clock.
   rf:{run.s}:counters       HASH   totals since the run began (groups_submitted, turns_settled, tokens, …).
@@ -99,6 +96,9 @@ Run shard: tag {run.s}. Without a note: deleted with the run.
                                    the turn before, by its name, or "~": for hardware that suits them
                                    (rules/queue/placement.py). Member deleted by claim.
   rf:{run.s}:turn:homed_at  ZSET   the same members → since when they wait. Member deleted by claim.
+  rf:{run.s}:turn:hardware  HASH   where workers are of unlike hardware: kind → what reading a token costs more there,
+                                   us (rules/lending/hardware.py), and of turns that waited for what suits them
+                                   "<tab>count" and "<tab>tokens". Deleted when they are alike, or a term begins.
   rf:{run.s}:turn:bell:<worker>  LIST one ring at most: a turn waits for this worker. TTL BELL_TTL_MS.
   rf:{run.s}:turn:image     HASH   "trajectory_id/digest" → an image that its turns show, as a file; trajectory_id →
                                    their digests, a blank before each. Deleted when the trajectory ends.
@@ -244,6 +244,7 @@ class ShardKeys:
         self.turn_image = f"{self.base}:turn:image"
         self.turn_homed = f"{self.base}:turn:homed"
         self.turn_homed_at = f"{self.base}:turn:homed_at"
+        self.turn_hardware = f"{self.base}:turn:hardware"
 
     def _jobs(self, kind: str) -> JobKeys:
         ready = tuple(f"{self.base}:{kind}:ready:{urgency}" for urgency in range(URGENCY_COUNT))

@@ -55,6 +55,7 @@ CLOCK = re.compile(rb"(?=.{1,31}\Z)\d+ \d+")
 LEADER = re.compile(rb"[^\s/]+/?\S* \d+ \d+")
 DIGESTS = re.compile(rb"( [0-9a-f]{32})+")
 HOMED = re.compile(rb"\S+ [123] \d+ \d+ \S+")
+COST = re.compile(rb"-?\d{1,15}")
 LENGTHS = re.compile(rb"\d+ \d+")
 OPEN = re.compile(rb"[012] -?\d+ \d+( [0-3])?")
 SUMS_OF_GROUP = frozenset(
@@ -257,6 +258,7 @@ SHARD: Tables = {
     "turn:image": ("hash", _image),
     "turn:homed": ("zset", _homed),
     "turn:homed_at": ("zset", _homed),
+    "turn:hardware": ("hash", _matches(COST, "no cost of reading")),
     "turn:bell:*": ("list", None),
     "inbox:*": ("stream", _result),
 }

@@ -63,6 +63,7 @@ SHARD_TABLES = {
     "turn:result": HASH,
     "turn:image": HASH,
     "turn:homed": ZSET,
+    "turn:hardware": HASH,
     "turn:homed_at": ZSET,
     "turn:bell:*": LIST,
     "inbox:*": STREAM,
@@ -127,6 +128,7 @@ def tables() -> list[Table]:
     found += [Table("controller", name, key_of(name), STRING) for name in ("leader", "lease_epoch", "plan")]
     found.append(Table("controller", "samples", key_of("samples"), STREAM))
     found.append(Table("controller", "leases", "{run}:leases", HASH))
+    found.append(Table("controller", "turn:hardware", "{run}:turn:hardware", HASH))
     found.append(Table("controller", "lease_slots", "{run}:lease_slots", STRING))
     found.append(Table("controller", "lease_term", "{run}:lease_term", STRING))
     found.append(Table("worker", "lease_bell", key_of("lease_bell:*"), LIST))

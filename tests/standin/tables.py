@@ -158,14 +158,13 @@ class RunTables(_Tables):
         self._do("HSET", self.keys.run, "head_version", told[0], "weights", told[1])
 
     @property
-    def read_costs(self) -> str | None:
-        """What reading costs more, by kind of hardware; None: it is alike."""
-        found = self._do("HGET", self.keys.run, "read_costs")
-        return None if found is None else found.decode()
+    def read_costs(self) -> dict[str, int]:
+        """What reading costs more, by kind of hardware; none: it is alike."""
+        return {name: int(cost) for name, cost in self._hash(self.keys.turn_hardware).items()}
 
     @read_costs.setter
     def read_costs(self, _: None) -> None:
-        self._do("HDEL", self.keys.run, "read_costs")
+        self._do("DEL", self.keys.turn_hardware)
 
     @property
     def depth(self) -> int:

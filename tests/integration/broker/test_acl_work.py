@@ -193,6 +193,8 @@ async def lend(who: dict[str, Part]) -> None:
         await who[role].beat(role)
         await end_lease(controller.board, other)
     await controller.board.open_term(term)
+    await controller.board.set_read_costs(term, {"r1": {"this": 1, "that": -1}})
+    await controller.board.set_read_costs(term, {"r1": {}})
     assert (await controller.board.survey()).leases["r1"][worker.name].lease_epoch == epoch
     assert await controller.board.set_plan(LeasePlan(controller_id=controller.name, term=term, made_at_ms=0))
     for role in ("controller", "api-read", "api-control", "api-trajectories", "operator"):

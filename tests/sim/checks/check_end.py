@@ -37,6 +37,7 @@ STAYS = (
         "turn:suspects",
         "turn:bell",
         "turn:homed",
+        "turn:hardware",
     ),
 )
 

@@ -5,16 +5,16 @@
 -- run's workers are of unlike hardware, what reading a token costs more on each kind (rules/lending/hardware.py), lines
 -- "cost<tab>kind"; "-": they are alike, as they are taken to be when a term begins.
 -- Returns per change 2 it is another lease now · 1 the same, extended · -1 a newer term or lease is in place
--- keys shard.clock shard.lease_slots shard.lease_term shard.leases shard.run
+-- keys shard.clock shard.lease_slots shard.lease_term shard.leases shard.turn_hardware
 -- flags allow-oom
 -- use count term look time batch
 local term, now = tonumber(ARGV[1]), now_ms(shard.clock, true)
 local last = read_term(shard.lease_term)
 if term > last then redis.call('SET', shard.lease_term, ARGV[1]) end
-if term > last or term == last and ARGV[2] == '-' then
-  redis.call('HDEL', shard.run, 'read_costs', 'first_tokens', 'first_count')
+if term > last or term == last and ARGV[2] == '-' then redis.call('DEL', shard.turn_hardware) end
+for cost, kind in string.gmatch(term >= last and ARGV[2] or '', '(%-?%d+)\t([^\n]*)\n') do
+  redis.call('HSET', shard.turn_hardware, kind, cost)
 end
-if term >= last and #ARGV[2] > 2 then redis.call('HSET', shard.run, 'read_costs', ARGV[2]) end
 
 local workers, answer, written, removed = {}, {}, {}, {}
 for i = 3, #ARGV, 5 do workers[#workers + 1] = ARGV[i] end

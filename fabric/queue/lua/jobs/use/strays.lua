@@ -1,6 +1,6 @@
 -- Turns of other homes, for whoever comes once they have waited long enough. Rules and bounds: rules/queue/placement.py.
 -- Needs count.lua, share.lua and homed.lua.
--- keys shard.run shard.turn_homed_at
+-- keys shard.turn_hardware shard.turn_homed_at
 local LOOK_COUNT, PATIENCE_MS_MAX, GRACE_MS = 16, 5000, 1000
 
 -- Whether anybody may take the turn that has waited longest, before all others.
@@ -12,11 +12,9 @@ end
 -- Return what reading costs more on this worker than on others, ms a token in all of its slots, and the tokens of a usual
 -- context: so long a turn without a home is left to others, for each token beyond these. 0: as much, or nobody knows.
 local function unsuited(worker, hardware, now)
-  local costs, tokens, count = unpack(redis.call('HMGET', shard.run, 'read_costs', 'first_tokens', 'first_count'))
-  local at = string.find(costs or '', '\t' .. hardware .. '\n', 1, true) -- of lines "cost<tab>kind"
-  local us = at and tonumber(string.match(string.sub(costs, 1, at), '(%-?%d+)\t$')) or 0
+  local us, tokens, count = unpack(redis.call('HMGET', shard.turn_hardware, hardware, '\ttokens', '\tcount'))
   local _, slots = lease_of(worker, now)
-  return (slots or 0) * us / 1000, whole(tokens, 0) / math.max(1, whole(count, 0))
+  return (slots or 0) * (tonumber(us or 0) or 0) / 1000, whole(tokens, 0) / math.max(1, whole(count, 0))
 end
 
 -- Take turns of other homes that waited `grace` longer than to read their context here would take; and those without one
