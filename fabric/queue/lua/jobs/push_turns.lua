@@ -20,7 +20,7 @@ for i = 3, #ARGV, 10 do
 end
 local owners, records = fetch_all(trajectory.record, trajectories), read_records(turn.record, ids)
 
-local answer, agents, jobs, fresh, anywhere = {}, {}, {}, {}, {}
+local answer, agents, jobs, fresh, anywhere, is_for_suited = {}, {}, {}, {}, {}, false
 for n, id in ipairs(ids) do
   local i = 10 * n - 7
   local r, fence = records[id], ARGV[i + 1]
@@ -37,9 +37,9 @@ for n, id in ipairs(ids) do
       records[id] = r or new_record(tonumber(fence) * FENCES_PER_CLAIM)
       records[id].state, records[id].worker = 'ready', '-'
       fresh[#fresh + 1] = id
-      if not is_sent_home(id, ARGV[i + 6], ARGV[i + 7], bells[tonumber(ARGV[i + 8])], ARGV[i + 9], ARGV[2]) then
-        anywhere[#anywhere + 1] = id
-      end
+      local sent = is_sent_home(id, ARGV[i + 6], ARGV[i + 7], bells[tonumber(ARGV[i + 8])], ARGV[i + 9], ARGV[2])
+      if not sent then anywhere[#anywhere + 1] = id end
+      is_for_suited = is_for_suited or sent == SUITED
       add_pair(jobs, id, ARGV[i + 4])
     elseif r.state == 'settled' then
       answer[n] = 3
@@ -53,4 +53,5 @@ call_in_parts('HSET', shard.turn_agent, agents)
 call_in_parts('HSET', turn.job, jobs)
 write_records(turn.record, fresh, records)
 make_ready(turn, anywhere, false)
+if is_for_suited then ring_all() end
 return answer

@@ -1,13 +1,16 @@
--- Whether a turn goes to its home: that has a lease, and so have others, and no weights came since `version`, which took
--- its cache away. Where hardware is unlike (turn_hardware is there), one without a home waits for what suits it, and all
--- workers are woken. Needs count.lua, look.lua, ring.lua, share.lua and homed.lua before it.
+-- Where a turn is put that goes to its home: that has a lease, and so have others, and no weights came since `version`,
+-- which took its cache away; or, where hardware is unlike (turn_hardware is there), that waits for what suits it.
 -- A home with less than its share is woken; otherwise somebody who is idle is, and learns when he may take it.
+-- Needs count.lua, look.lua, ring.lua, share.lua and homed.lua before it.
 -- keys shard.begun shard.clock shard.lease_slots shard.leases shard.open shard.run shard.turn_hardware turn.bell turn.held
+
+-- Wake everybody who is idle: who suits a turn knows each for himself.
 local function ring_all()
   for _ = 1, math.min(64, redis.call('HLEN', shard.leases)) do redis.call('LPUSH', turn.bell, '1') end
   redis.call('LTRIM', turn.bell, 0, 63)
 end
 
+-- Returns SUITED: it waits for what suits it · true: it waits for its home · false: it does neither.
 local function is_sent_home(id, home, version, bell, tokens, bell_ttl_ms)
   local is_known = home ~= '-' and whole(redis.call('HGET', shard.run, 'head_version'), -1) <= tonumber(version)
   local is_unlike = redis.call('EXISTS', shard.turn_hardware) == 1
@@ -21,8 +24,7 @@ local function is_sent_home(id, home, version, bell, tokens, bell_ttl_ms)
   if not has_home then
     tally(shard.turn_hardware, '\ttokens', tonumber(tokens))
     tally(shard.turn_hardware, '\tcount', 1)
-    ring_all()
-    return true
+    return SUITED
   elseif whole(redis.call('HGET', turn.held, home), 0) >= share_of(slots) then
     if redis.call('LPUSH', turn.bell, '1') > 64 then redis.call('LTRIM', turn.bell, 0, 63) end
   elseif redis.call('LPUSH', bell, '1') > 1 then
