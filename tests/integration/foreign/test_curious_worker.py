@@ -33,7 +33,7 @@ READABLE = {
     *(f"r1.0:{name}" for name in ("run", "clock", "counters", "leases", "lease_slots", "begun", "open")),
     *(f"r1.0:{name}" for name in ("inbox:x", "timings", "told:x")),
     *(f"r1.0:turn:{name}" for name in ("ready:x", "suspects", "job", "record", "deadline", "held", "bell", "log")),
-    *(f"r1.0:turn:{name}" for name in ("agent", "result", "image", "homed", "homed_at", "bell:x")),
+    *(f"r1.0:turn:{name}" for name in ("agent", "result", "image", "homed", "homed_at", "hardware", "bell:x")),
     *(f"r1.w:{name}" for name in ("head", "manifests", "chunk:x:x.x:x", "sending", "announcements", "holders")),
     *(f"r1.w:{name}" for name in ("addresses", "holding", "clock", "offer", "answers:x", "damage", "tending")),
 }
