@@ -125,7 +125,7 @@ class Cluster:
             model=MODEL,
             environment="simulated",
             prefix_affinity=setup.places != "shared",
-            hardware_affinity=setup.suits,
+            hardware_affinity=setup.suits and setup.places == "home",
             staleness=setup.staleness,
             weight=weight,
         )

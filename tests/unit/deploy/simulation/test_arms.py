@@ -97,6 +97,13 @@ def test_turns_wait_for_hardware_that_suits_them_as_production_says(monkeypatch:
     assert run("fixed", unlike).steps == first_come
 
 
+@pytest.mark.parametrize("arm", ["by-length", "async", "no-affinity"])
+def test_arms_of_other_placement_do_their_steps_on_unlike_hardware(arm: str) -> None:
+    fast = replace(SMALL.cluster, gpu="h200", dedicated=4, other=2, other_gpu="h20", slots=8, memory_gb=96.0)
+    work = WorkPart(kind="mixed", groups=8, group_size=8, steps=2)
+    assert len(run(arm, replace(SMALL, cluster=fast, work=work)).steps) == 2
+
+
 def test_a_rollout_that_production_calls_stale_reaches_no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert once("async").steps  # one version behind is what the run permits
