@@ -25,6 +25,7 @@ from .engines import EngineOptions, check_engine_options
 if TYPE_CHECKING:
     from ...workers.environments.confinement import Confinement
 
+HARDWARE_LETTERS_MAX = 100
 ROLES = ("dedicated", "serving")
 MEMORY_MIB_MAX = 1 << 24  # 16 TiB, more than a machine has
 
@@ -265,6 +266,9 @@ class WorkerOptions(TracedOptions):
         super().check()
         if self.role not in ROLES:
             raise ConfigError(f"role {self.role!r} is neither dedicated nor serving: {did_you_mean(self.role, ROLES)}")
+        if len(self.hardware) > HARDWARE_LETTERS_MAX:
+            given = f"{len(self.hardware):,} characters, and may have {HARDWARE_LETTERS_MAX}"
+            raise ConfigError(f"--hardware has {given}: give what the device is called", option="hardware")
         check_engine_options(self.engine)
         check_serving_options(self.role, self.serving, has_server=self.engine.server is not None)
         if self.supply.listen:

@@ -1,9 +1,9 @@
 -- set_leases(term, read_costs | '', then per change: worker, lease_epoch, slot_count, duration_ms | 0, remove)
 -- Publish, extend, shrink or end leases on one shard. Nobody of an older term writes any more once a newer one has
 -- (also without a change, which only says that the term has begun), and an older epoch never overwrites a newer one.
--- Counts the slots of all leases, for those who share out turns. read_costs: where the
--- run's workers are of unlike hardware, what reading a token costs more on each kind (rules/lending/hardware.py), lines
--- "cost<tab>kind"; "-": they are alike, as they are taken to be when a term begins.
+-- Counts the slots of all leases, for those who share out turns. read_costs: where the run's workers are of unlike
+-- hardware, what reading a token costs more on each kind (rules/lending/hardware.py), lines "cost<tab>kind"; "-": they are
+-- alike, as they are taken to be when a term begins.
 -- Returns per change 2 it is another lease now · 1 the same, extended · -1 a newer term or lease is in place
 -- keys shard.clock shard.lease_slots shard.lease_term shard.leases shard.turn_hardware
 -- flags allow-oom

@@ -394,3 +394,7 @@ def test_a_role_with_another_role_s_user_is_told_whose_it_is_and_whose_it_needs(
 def test_a_role_takes_its_own_user_and_those_that_we_do_not_know(user: str) -> None:
     TABLES["worker"](url=f"redis://{user}:{PASSWORD}@h").check()
     TABLES["worker"](url=f"unix:///x?username={user}&password={PASSWORD}").check()
+
+
+def test_a_name_of_hardware_that_is_too_long_is_refused() -> None:
+    assert "--hardware has 101 characters, and may have 100" in refused("worker", "--url", "redis://h", "--hardware", "x" * 101)

@@ -4,7 +4,7 @@
 -- Needs count.lua, look.lua, ring.lua, share.lua and homed.lua before it.
 -- keys shard.begun shard.clock shard.lease_slots shard.leases shard.open shard.run shard.turn_hardware turn.bell turn.held
 
--- Wake everybody who is idle: who suits a turn knows each for himself.
+-- Wake all idle workers: each knows which turns suit it.
 local function ring_all()
   for _ = 1, math.min(64, redis.call('HLEN', shard.leases)) do redis.call('LPUSH', turn.bell, '1') end
   redis.call('LTRIM', turn.bell, 0, 63)
