@@ -666,7 +666,9 @@ class Cluster:
             self.kept_count += turn.made
             self._dying.discard(turn)
             if trajectory.is_over:
+                self.books.throws_away(turn.made)
                 continue
+            trajectory.made += turn.made
             if trajectory.is_followed:
                 self._homes.note(self.run, str(trajectory.number), Span(0, turn.made, engine.name, engine.version))
             if trajectory.oldest_version < 0:
@@ -692,6 +694,7 @@ class Cluster:
         if self._router is not None:
             self._router.completed(trajectory)
         group.missing -= 1
+        group.made += trajectory.made
         if not group.missing:
             self._cancel([each for each in batch.open.values() if each.group is group])
         self.agents.claim()
@@ -701,6 +704,7 @@ class Cluster:
         if not batch.missing_groups and not batch.is_done:
             batch.is_done = True
             self._cancel(list(batch.open.values()))
+            self.books.throws_away(sum(each.made for each in batch.groups if each.missing))
             self.batches.remove(batch)
             batch.on_done([batch.plan.groups[each.index] for each in batch.groups if each.missing])
 
@@ -710,6 +714,7 @@ class Cluster:
             self.agents.release(trajectory)
             del trajectory.group.batch.open[trajectory.number]
             self.books.completes(trajectory.number, is_cancelled=True)
+            self.books.throws_away(trajectory.made)
             turn = trajectory.turn
             if turn is not None and turn.engine:
                 self.by_name[turn.engine].take_back([turn], keeps_tokens=True)

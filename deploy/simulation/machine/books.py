@@ -15,7 +15,9 @@ from .turns import Turn
 
 @dataclass
 class Books:
-    """Counts of one run. harvested: tokens made on GPUs that are lent; wasted: of all, thrown away."""
+    """Counts of one run. harvested: tokens made on GPUs that are lent; wasted: of all, those of turns that were made
+    again, and of trajectories that nobody is trained on: they were cancelled, or their group was.
+    """
 
     made: int = 0
     harvested: int = 0
@@ -72,6 +74,11 @@ class Books:
         """Note tokens of a turn that are thrown away."""
         self.wasted += tokens
         turn.made -= tokens
+
+    def throws_away(self, tokens: int) -> None:
+        """Note tokens of turns that ended, of a trajectory that nobody is trained on."""
+        self.kept -= tokens
+        self.wasted += tokens
 
     def loses(self, turn: Turn, tokens: int) -> None:
         """Note tokens of a turn that nobody has saved, and whose worker has died."""

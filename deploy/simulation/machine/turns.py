@@ -10,12 +10,13 @@ from .workload import Group, StepPlan, TrajectoryPlan
 
 @dataclass(slots=True)
 class GroupState:
-    """A group under way. missing: trajectories that are not complete."""
+    """A group under way. missing: trajectories that are not complete; made: tokens of those that are."""
 
     batch: Batch
     index: int
     quorum: int
     missing: int
+    made: int = 0
 
 
 @dataclass(slots=True)
@@ -34,8 +35,8 @@ class Batch:
 class Trajectory:
     """A trajectory under way: its next turn, and the tokens before it.
 
-    agent: the one that has it; None: it waits for one. fence: how often an agent has died with it. is_followed: whether
-    its agent waits for its turn; while the trajectory is replayed, it does not.
+    made: tokens of its turns that ended. agent: the one that has it; None: it waits for one. fence: how often an agent
+    has died with it. is_followed: whether its agent waits for its turn; while the trajectory is replayed, it does not.
     """
 
     __slots__ = (

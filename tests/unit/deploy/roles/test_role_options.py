@@ -397,4 +397,6 @@ def test_a_role_takes_its_own_user_and_those_that_we_do_not_know(user: str) -> N
 
 
 def test_a_name_of_hardware_that_is_too_long_is_refused() -> None:
-    assert "--hardware has 101 characters, and may have 100" in refused("worker", "--url", "redis://h", "--hardware", "x" * 101)
+    assert "--hardware has 101 characters, and may have 100" in refused(
+        "worker", "--url", "redis://h", "--hardware", "x" * 101
+    )

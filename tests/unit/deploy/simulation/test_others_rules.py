@@ -137,6 +137,20 @@ def test_what_ends_in_vain_is_put_off_beside_what_counts() -> None:
     assert tails.put_off_count == 0
 
 
+def test_tokens_that_nobody_is_trained_on_are_wasted_whole_turns_too() -> None:
+    world = cluster("tails")
+    group = (plan(2, 100), plan(2, 200), plan(50, 40), plan(20, 40))
+    ended: list[object] = []
+    work = StepPlan(groups=[group, (plan(50, 40), plan(2, 100))], needed=1, kept=frozenset({0, 1}), quorum=2)
+    world.submit(work, ended.append)
+    world.events.run(lambda: bool(ended), 1e3)
+    world.events.run(lambda: False, world.events.now_s + 60)  # turns under way end or are taken back
+    world.check()
+    assert world.books.completed == 3
+    assert world.books.kept == 2 * 100 + 2 * 200, "of the group that is complete, and of what it needed"
+    assert world.books.wasted > 2 * 100 + 4 * 40, "the other group's, and the losers' turns that had ended"
+
+
 def test_all_prompts_are_trained_on_and_a_part_of_a_step_counts_as_one() -> None:
     found = run("tails")
     assert [each.part for each in found.steps] == [1.0, 0.25]  # four groups of five, and the fifth

@@ -76,8 +76,9 @@ def test_a_plan_that_gives_one_run_everything_is_seen(monkeypatch: pytest.Monkey
 
 
 def test_debts_between_runs_are_settled_by_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled = outcome(once("fixed", BOTH))
     monkeypatch.setattr(division, "settle", lambda owed, grants, runs, passed_s, rule: {})
-    assert outcome(run("fixed", BOTH)) != outcome(once("fixed", BOTH))
+    assert outcome(run("fixed", BOTH)) != settled
 
 
 def test_a_worker_that_changes_hands_takes_the_new_runs_weights_and_no_prefix_along() -> None:
