@@ -259,6 +259,10 @@ class Planned(Nobody):
     def _worker(self, engine: Engine) -> Worker:
         return Worker(self._cluster, engine, YieldRule(yield_after_s=1e9) if self._drains else YieldRule())
 
+    def say(self, mode: str) -> None:
+        """Let the team of what serves switch lending."""
+        self._lends[f"pool:{POOL}"] = LendSetting(mode=mode)
+
     def came_back(self, engine: Engine) -> None:
         """Begin its rules anew; the plan lends it."""
         self._anew.add(engine.name)

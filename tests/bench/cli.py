@@ -32,6 +32,7 @@ PLAIN = {
     "conversation": "What a turn of a long chat costs its agent, over rendering and encoding all of it anew.",
     "page": "The page and its api before a large fabric: how fast they answer, and what they cost the broker.",
     "evaluation": "What an evaluation costs the training's groups beside it, over the same in a fabric of its own.",
+    "prediction": "What the simulated cluster says of real runs on this machine, beside what they do.",
     "sim": "A simulated cluster of up to 112 GPUs: production's rules beside others, and how fast that is.",
 }
 
@@ -206,12 +207,15 @@ def paced(
     slots: Annotated[int, typer.Option()],
     step: Annotated[float, typer.Option()],
     context: Annotated[int, typer.Option()] = 512,
+    model: Annotated[str, typer.Option()] = "tiny",
+    role: Annotated[str, typer.Option()] = "dedicated",
+    pool: Annotated[str, typer.Option()] = "",
     url: Url = None,
 ) -> None:
     """A rollout worker whose engine makes a step in a fixed time."""
     from .evaluation.worker import run_paced
 
-    run_paced(need_url(url), slot_count=slots, step_s=step, context_tokens=context)
+    run_paced(need_url(url), model=model, slot_count=slots, step_s=step, context_tokens=context, role=role, pool=pool)
 
 
 @app.command("by-slots", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

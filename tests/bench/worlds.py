@@ -1,10 +1,11 @@
-"""Environments made for benches: they take no time and answer the same length every turn.
+"""Environments made for benches: they take no time, or what they are told, and answer the same length every turn.
 
 Agents offer them only when told to: `--environment metronome=tests.bench.worlds:Metronome`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -21,7 +22,8 @@ class Metronome(Environment):
         completion_tokens: length of every turn; nothing ends one early.
         observation_tokens: characters of every observation, the first included.
 
-    A task may say its own first "text", "completion_tokens", "temperature" and "turn_count".
+    A task may say its own first "text", "completion_tokens", "temperature" and "turn_count", and the seconds before
+    each answer, "pause_s".
     """
 
     name = "metronome"
@@ -31,7 +33,7 @@ class Metronome(Environment):
         self.sampling = TextSampling(temperature=1.0, max_tokens=completion_tokens, ends_at_eos=False)
         self.turn_count_max = turn_count
         self._text = observation(observation_tokens)
-        self._turn_count, self._turns = 0, turn_count
+        self._turn_count, self._turns, self._pause_s = 0, turn_count, 0.0
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
         """Say the first observation."""
@@ -42,10 +44,13 @@ class Metronome(Environment):
             max_tokens=task.get("completion_tokens", own.max_tokens),
         )
         self._turns = task.get("turn_count", self._turns)
+        self._pause_s = task.get("pause_s", 0.0)
         return Observation(task.get("text", self._text))
 
     async def step(self, action: str) -> Step:
         """Count."""
+        if self._pause_s:
+            await asyncio.sleep(self._pause_s)
         self._turn_count += 1
         return Step(self._text, 0.0, terminated=self._turn_count >= self._turns)
 

@@ -179,7 +179,10 @@ class Engine:
         self._context += hit
         self.prefilling.append(turn)
         self.turn_count += 1
-        self.wake()
+        if self._is_busy or self._count:
+            self.wake()
+        else:  # once all that are begun at this moment are there: workers take several turns at once
+            self._events.after(0.0, self._again, self._epoch)
 
     def take_back(self, turns: Sequence[Turn], *, keeps_tokens: bool) -> None:
         """Let turns leave at the end of the step under way."""

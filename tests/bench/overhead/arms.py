@@ -190,6 +190,7 @@ class WholeFabric:
         alike = {f"worker-{index}" if index else "worker": words for index in range(worker_count)}
         self._workers = workers or alike
         self._stack = ExitStack()
+        self._version = 0
 
     def __enter__(self) -> Self:
         try:
@@ -200,7 +201,7 @@ class WholeFabric:
             with _variable(COLLECTOR, self._collector), _variable("OTEL_TRACES_SAMPLER", self._sampler):
                 fabric = self._stack.enter_context(connect(self._broker.url))
             self._run = self._open_run(fabric)
-            self._run.publish(self._weights, version=0)
+            self._run.publish(self._weights, version=self._version)
             self._await_workers()
         except BaseException:
             self._stack.close()
@@ -258,7 +259,7 @@ class WholeFabric:
 
     def _run_workers(self) -> list[WorkerInfo]:
         found = with_ports(self._broker.url, lambda ports: ports.board.workers())
-        return [info for info, _ in found.values() if info.role == "dedicated"]
+        return [info for info, _ in found.values()]
 
     def hit_fraction(self) -> float:
         """Of recent prompts' tokens, those that the workers had in their caches: the mean worker's."""
@@ -269,6 +270,16 @@ class WholeFabric:
     def the_run(self) -> Run:
         """The run, for a bench that asks otherwise than `ask`."""
         return self._run
+
+    @property
+    def url(self) -> str:
+        """The broker's."""
+        return self._broker.url
+
+    def publish(self) -> None:
+        """Publish the same weights as the next version."""
+        self._version += 1
+        self._run.publish(self._weights, version=self._version)
 
     def _check_alive(self) -> None:
         for name, child in self._supervisor.children.items():

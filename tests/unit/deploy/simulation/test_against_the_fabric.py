@@ -144,7 +144,7 @@ def predicted(
         lender = planned = Planned()
         planned.start(cluster)
         for at_s, mode in serving.switched:
-            cluster.events.at(at_s, planned._lends.update, {f"pool:{POOL}": LendSetting(mode=mode)})
+            cluster.events.at(at_s, planned.say, mode)
     cluster.events.at(start_s, cluster.submit, plan, lambda _: ended.append(cluster.events.now_s))
     if trouble is not None:
         trouble.strike(cluster, lender, begun_s(outcome) - start_s)
@@ -216,7 +216,7 @@ class Lending(World):
 def test_a_run_on_a_lent_worker_takes_as_long_as_the_simulated_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "World", Lending)
     monkeypatch.setattr(Lending, "serving", LENT[name])
-    options = replace(CALM, group_count=16, slot_count=8, dedicated_count=1, serving_count=1)
+    options = replace(CALM, group_count=24, slot_count=8, dedicated_count=1, serving_count=1)
     outcome = simulate(options)
     assert not outcome.failure
     ended_s = begun_s(outcome) + span_s(outcome)

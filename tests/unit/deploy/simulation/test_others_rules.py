@@ -91,6 +91,7 @@ def test_a_long_one_takes_the_slot_of_one_that_is_short_once() -> None:
     for count in (*[2] * SEEN_COUNT_MIN, 40):
         router.completed(trajectory(count))
     assert len(full(world.dedicated, router)) == 16
+    world.events.run(lambda: False, 0.0)  # until all are in a step
 
     def held() -> int:
         return sum(engine.turn_count - len(engine._leaving) for engine in world.dedicated)
