@@ -95,10 +95,12 @@ test-vllm-shared: $(VLLM)/.done
 test-vllm-alone: $(VLLM)/.done
 	$(PYTEST_VLLM_ALONE)
 
-# What takes long and rarely fails where the rest passes is left to `make test`: simulated clusters, the third kind of broker.
-test-fast: $(VENV)/.dev ## unit and contract tests with few random examples, and a handful of simulated runs
+# What takes long and rarely fails where the rest passes is left to `make test`.
+NOT_FAST = tests/unit/deploy/simulation tests/unit/deploy/test_export_weights.py tests/house/test_walks.py tests/house/test_parts.py
+
+test-fast: $(VENV)/.dev ## unit and contract tests with few random examples, one kind of broker, a handful of simulated runs
 	$(PYTEST) tests/unit tests/contracts tests/house tests/sim -m "not slow" --hypothesis-profile few \
-	  --ignore tests/unit/deploy/simulation -k "not redis-cluster" $(ARGS)
+	  $(addprefix --ignore ,$(NOT_FAST)) -k "not redis-cluster and not redis-sharded" $(ARGS)
 
 sim: $(VENV)/.dev ## the whole fabric in simulation: make sim SEED=42, make sim SEEDS=1000
 	@$(BIN)/python -m tests.sim $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)

@@ -13,7 +13,7 @@ from .machine.cost import COST_MODEL_ERROR
 from .run import Run
 from .scenario import FailuresPart, Scenario
 
-TAG = f"simulated; {COST_MODEL_ERROR}; not validated against real runs"
+TAG = f"simulated; {COST_MODEL_ERROR}; held against real runs on CPUs, not on GPUs"
 RESAMPLE_COUNT = 2000
 BASE = "fixed"
 COLUMNS = ("arm", "step s", "x fixed", "h", "h/H*", "in SLO %", "worst", "P99 ms", "wasted")

@@ -269,7 +269,7 @@ def switching(url: str, switched: Sequence[tuple[float, str]]) -> Iterator[None]
 
 
 def predict(case: Case, plans: Sequence[Sequence[dict[str, Any]]], cost: StepCost, transfer_s: float) -> Steps:
-    """Simulate the same steps. cost: of a step of the engine; transfer_s: what publishing takes."""
+    """Simulate the same steps. cost: of a step of the engine; transfer_s: what publishing takes, and fetching."""
     model = Model(cost=cost, kv_bytes=1, weight_gb=0.0)
     cluster = Cluster(
         Setup(
@@ -283,7 +283,7 @@ def predict(case: Case, plans: Sequence[Sequence[dict[str, Any]]], cost: StepCos
             kv_serving=KV_TOKENS,
             turn_tokens_max=case.completion_tokens,
             activation_s=0.0,
-            fetch_s=0.0,
+            fetch_s=transfer_s,
             ttft_ms=500.0,
             tpot_ms=150.0,
             noise=0.0,
