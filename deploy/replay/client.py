@@ -23,6 +23,7 @@ import orjson
 
 from ...fabric.contract.errors import ConfigError, EngineError
 from ...fabric.host.helpers import end_all
+from ...fabric.host.network import is_http_url, network_cause
 from .prompts import Bodies, Endpoint, new_bodies
 from .records import INTERRUPTED, Arrival, Outcome, no_gaps
 
@@ -81,9 +82,8 @@ async def find_server(url: str, model: str | None = None, api_key: str | None = 
         async with _session(api_key) as session, session.get(base + "/v1/models") as response:
             status, raw = response.status, await response.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        cause = str(error) or type(error).__name__
         raise EngineError(
-            f"server {base} cannot be reached: {cause}. Is it running, and is this its address?"
+            f"server {base} cannot be reached: {network_cause(error)}. Start it, or give the address that it has"
         ) from error
     if status != 200:
         step = ": give its key as ROLLFAB_SERVER_KEY, by the environment" if status in (401, 403) else ""
@@ -135,7 +135,7 @@ async def replay(
 
 
 def _base(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
+    if not is_http_url(url):
         raise ConfigError(f"server is {url!r}, must be a URL like http://host:8000", url=url)
     return url.rstrip("/").removesuffix("/v1")
 
@@ -236,9 +236,9 @@ class _Asker:
                 raise
             return self.reason, ""
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            return "connection", str(error)
+            return "connection", network_cause(error)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return "cut", f"{type(error).__name__}: {error}"
+            return "cut", network_cause(error)
         return "", ""
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from ..contract.errors import PeerLost, WireError
 from ..contract.wire import dump_json
 from ..format.manifest import WeightManifest
+from ..host.network import network_cause
 from .node_cache import chunk_name
 from .relay_frames import HELLO, INDEX, MAGIC, VERSION, Word, frame, proof, read_address, read_body, read_head, send
 from .relay_options import RelayOptions
@@ -48,7 +49,8 @@ class Connection:
             async with asyncio.timeout(options.parent_stall_s):
                 reader, writer = await asyncio.open_connection(host, port, limit=BUFFER_BYTES)
         except (OSError, TimeoutError, WireError, ValueError) as error:  # ValueError: no host can have such a name
-            raise PeerLost(f"a peer cannot be reached: {error or 'it does not answer'}") from error
+            cause = network_cause(error) if isinstance(error, OSError) else str(error)
+            raise PeerLost(f"a peer cannot be reached: {cause}") from error
         connection = cls(reader, writer, options)
         try:
             nonce = _read_hello(await connection.answer(Word.HELLO))

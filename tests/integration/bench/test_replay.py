@@ -18,6 +18,7 @@ from rollfab.deploy.main import app
 from rollfab.deploy.replay.client import Manner, Tally, find_server, replay
 from rollfab.deploy.replay.records import Arrival
 from rollfab.fabric.contract.errors import ConfigError, EngineError, FabricError, InputError
+from rollfab.workers.engines.vllm.attached.client import Client
 from tests.support.processes.sse_server import SseServer, sse_server
 from tests.support.until import until
 
@@ -164,8 +165,43 @@ async def test_a_server_is_asked_what_it_serves(server: SseServer) -> None:
         await find_server(server.url, "other")
     with pytest.raises(ConfigError, match="must be a URL"):
         await find_server("localhost:8000")
-    with pytest.raises(EngineError, match="cannot be reached"):
-        await find_server("http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="must be a URL"):
+        await find_server("http://127.0.0.1:99999")
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (None, "connection refused"),
+        (b"", "it closed the connection, or does not speak HTTP"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "it closed the connection, or does not speak HTTP"),
+    ],
+)
+async def test_a_server_that_cannot_be_asked_is_named_with_the_cause_and_what_to_do(
+    answer: bytes | None, cause: str
+) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        writer.write(answer or b"")
+        writer.close()
+
+    async with await asyncio.start_server(talk, "127.0.0.1", 0) as wrong:
+        url = f"http://127.0.0.1:{wrong.sockets[0].getsockname()[1]}"
+        if answer is None:
+            wrong.close()
+        with pytest.raises(EngineError) as refused:
+            await find_server(url)
+        [outcome] = await replay([Arrival(0, 5, 4)], url, "fake")
+        client = Client(url, None)
+        with pytest.raises(EngineError) as refused_by_vllm:
+            await client.ask("GET", "/v1/models")
+        await client.close()
+        with pytest.raises(EngineError, match=r"TLS failed|connection refused|closed the connection"):
+            await find_server(url.replace("http:", "https:"))
+
+    assert str(refused.value) == f"server {url} cannot be reached: {cause}. Start it, or give the address that it has"
+    assert outcome.error in ("connection", "cut") and outcome.detail == cause
+    assert str(refused_by_vllm.value).startswith(f"vLLM server {url} cannot be reached: {cause}. Is it running")
 
 
 # ---------------------------------------------------------------- the command

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import ConfigError
+from ....fabric.host.network import network_cause
 from .metrics import Ledger, Seen, parse
 from .probe_page import ProbeWriter
 
@@ -82,11 +83,11 @@ class MetricsProbe:
 
     def _fail(self, error: Exception) -> None:
         self._failure_count += 1
-        self.failure = str(error) or type(error).__name__
+        self.failure = network_cause(error) if isinstance(error, OSError) else str(error) or type(error).__name__
         self._hang_up()
         if self._failure_count == FAILURES_MAX:
             self._writer.alive(0)
-            log.warning("probe.scrape_failed", extra={"host": self._target.host, "error": str(error)})
+            log.warning("probe.scrape_failed", extra={"host": self._target.host, "error": self.failure})
 
     def _hang_up(self) -> None:
         if self._connection is not None:

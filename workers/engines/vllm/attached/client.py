@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 
 from .....fabric.contract.errors import ConfigError, EngineError, EngineTimeout
+from .....fabric.host.network import is_http_url, network_cause
 
 CONNECT_S = 10.0
 CALL_S = 60.0
@@ -46,7 +47,7 @@ class Client:
     """One server. url: as the user gave it, without the slash and the /v1 that it may end with; or unix:///PATH."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        if not url.startswith(("http://", "https://", f"{UNIX}/")):
+        if not (is_http_url(url) or url.startswith(f"{UNIX}/")):
             raise ConfigError(f"server is {url!r}, must be a URL like http://host:8000, or {UNIX}/PATH", url=url)
         self.url = url.rstrip("/").removesuffix("/v1")
         self._socket = self.url.removeprefix(UNIX) if url.startswith(UNIX) else ""
@@ -125,7 +126,7 @@ class Client:
         except orjson.JSONDecodeError as error:
             raise EngineError(f"{self.url} answers what no vLLM server would: {error}", url=self.url) from error
         except (aiohttp.ClientError, OSError) as error:
-            cause = str(error) or type(error).__name__
+            cause = network_cause(error)
             raise EngineError(
                 f"vLLM server {self.url} cannot be reached: {cause}. Is it running, and is this its address?",
                 url=self.url,
