@@ -35,6 +35,8 @@ class ListenConfig:
     """Connections open at once, [1, 100000]; above it those that have sent no whole request make room."""
     request_timeout_s: float = 30.0
     """Seconds in which a request must arrive whole, head and body, [0.1, 3600]."""
+    silence_timeout_s: float = 10.0
+    """Seconds in which nothing of a request that is not whole arrives, [0.1, 3600]; then it is refused."""
     write_timeout_s: float = 20.0
     """Seconds without reading after which a client is dropped, [0.1, 3600]."""
 
@@ -104,6 +106,7 @@ def check_listening(config: ListenConfig) -> None:
     for name, least, most in (
         ("connection_count_max", 1, 100_000),
         ("request_timeout_s", 0.1, 3600),
+        ("silence_timeout_s", 0.1, 3600),
         ("write_timeout_s", 0.1, 3600),
     ):
         value = getattr(config, name)

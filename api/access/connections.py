@@ -1,6 +1,7 @@
 """Bounds HTTP connections, so that slow, silent and many clients cost themselves alone.
 
-- A request must be here, head and body, within `request_timeout_s` of its first byte, or of the connection's start.
+- A request must be here, head and body, within `request_timeout_s` of its first byte, or of the connection's start, and
+  may not pause for `silence_timeout_s`. Both hold for a body that comes after its answer, too.
 - A client must read its answer: one that takes less than WRITE_STEP_BYTES within `write_timeout_s` is dropped.
 - Above `connection_count_max` the oldest connection without a whole request makes room for a new one; where all are at
   work, the new one is refused with 503.
@@ -59,6 +60,7 @@ class BoundedProtocol(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.access_log = False  # whatever handlers uvicorn's logger has: a path may hold a session's key
         self._arriving: asyncio.TimerHandle | None = None
+        self._heard_at_s = self._whole_until_s = 0.0  # of the loop's clock
         self._writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -68,7 +70,7 @@ class BoundedProtocol(H11Protocol):
             log.warning("api.connection_refused", extra={"limit": self.limits.connection_count_max})
             self._refuse(503)
             return
-        self._expect()
+        self._hear()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timers."""
@@ -78,12 +80,12 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on, and look whether the request is whole."""
-        self._expect()
+        self._hear()
         super().data_received(data)
         self._look()
 
     def on_response_complete(self) -> None:
-        """Look whether the clock may stop: after an answer, a request that was sent ahead may have begun."""
+        """Look again: after an answer, a request that was sent ahead may have begun."""
         super().on_response_complete()
         self._look()
 
@@ -102,22 +104,36 @@ class BoundedProtocol(H11Protocol):
         """Whether a whole request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
-    def _expect(self) -> None:
-        if self._arriving is None and not self.is_at_work:
-            self._arriving = self.loop.call_later(self.limits.request_timeout_s, self._give_up)
+    @property
+    def _is_arriving(self) -> bool:
+        """Whether more of a request must come; where none is under way, keep-alive has a clock of its own."""
+        if self.cycle is None or not self.cycle.response_complete:
+            return not self.is_at_work
+        return self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
+
+    def _hear(self) -> None:
+        self._heard_at_s = self.loop.time()
+        self._look()
 
     def _look(self) -> None:
-        """Stop the clock of a request that is whole, or where none is under way: keep-alive has its own."""
-        is_begun = self.cycle is not None and not self.cycle.response_complete
-        if self.is_at_work or (not is_begun and self.cycle is not None and not self.conn.trailing_data[0]):
+        """Let the clock run exactly while a request arrives."""
+        if self.transport.is_closing() or not self._is_arriving:
             self._stop_arriving()
+        elif self._arriving is None:
+            self._whole_until_s = self.loop.time() + self.limits.request_timeout_s
+            self._watch_arrival()
 
-    def _give_up(self) -> None:
-        self._arriving = None
-        if self.transport.is_closing():
+    def _watch_arrival(self) -> None:
+        now_s = self.loop.time()
+        heard_at_s = now_s if self.flow.read_paused else self._heard_at_s  # we are the one who does not read
+        due_s = min(self._whole_until_s, heard_at_s + self.limits.silence_timeout_s)
+        if due_s > now_s:
+            self._arriving = self.loop.call_at(due_s, self._watch_arrival)
             return
-        log.info("api.request_too_slow", extra={"timeout_s": self.limits.request_timeout_s})
-        self._refuse(408)
+        self._arriving = None
+        if not self.transport.is_closing():
+            log.info("api.request_too_slow", extra={"silent_s": round(now_s - heard_at_s, 1)})
+            self._refuse(408)
 
     def _refuse(self, status: int) -> None:
         """Answer, where no answer has begun, and close."""
@@ -133,7 +149,7 @@ class BoundedProtocol(H11Protocol):
         idle = [each for each in waiting if not each.is_at_work]
         if not idle:
             return False
-        oldest = min(idle, key=lambda each: each._arriving.when() if each._arriving else 0.0)
+        oldest = min(idle, key=lambda each: each._whole_until_s if each._arriving else 0.0)
         self.connections.discard(oldest)
         oldest.transport.abort()
         return True

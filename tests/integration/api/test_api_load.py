@@ -64,6 +64,51 @@ async def test_a_trickling_head_is_ended_though_it_never_rests(url: str) -> None
         trickling.cancel()
 
 
+POST = b"POST /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        HEAD,
+        POST % b"workers/w/lend" + b"{",
+        POST % b"nothing",  # answered before its body
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" + POST % b"workers/w/lend",  # sent ahead of an answer
+    ],
+    ids=["head", "body", "answered", "ahead"],
+)
+@pytest.mark.parametrize("pieces", [1, 1000])
+async def test_no_connection_is_held_by_a_request_that_stops_half_way_or_trickles(
+    url: str, begun: bytes, pieces: int
+) -> None:
+    times = {"silence_timeout_s": 1.0} if pieces == 1 else {"request_timeout_s": 1.5}
+    async with running_api(url, **times) as api, connected(api) as [(reader, writer)]:
+        await api.json("healthz")  # the first request waits for modules
+
+        async def trickle() -> None:
+            writer.write(begun)
+            for _ in range(pieces):
+                await asyncio.sleep(0.1)  # after the answer, where that does not wait for the body
+                writer.write(b"x")
+
+        trickling = asyncio.create_task(trickle())
+        answer = await rest_of(reader, 5.0)
+        trickling.cancel()
+    assert b" 408 " in answer or b" 404 " in answer
+
+
+async def test_a_body_that_pauses_less_than_it_may_is_taken(url: str) -> None:
+    async with running_api(url, silence_timeout_s=1.0) as api, connected(api) as [(reader, writer)]:
+        await api.json("healthz")
+        writer.write(b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\n\r\n")
+        for _ in range(6):
+            await asyncio.sleep(0.3)
+            writer.write(b"x")
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answer = await rest_of(reader)
+    assert b" 404 " in answer and b" 200 " in answer
+
+
 async def test_a_second_request_on_a_connection_has_its_own_time(url: str) -> None:
     async with running_api(url, request_timeout_s=1.0) as api, connected(api) as [(reader, writer)]:
         for _ in range(4):  # longer than one request may take, and each is answered
