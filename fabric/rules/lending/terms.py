@@ -26,7 +26,12 @@ from .hours import is_within, parse_hours
 
 MODES = ("on", "observe", "off")  # the strictest last
 CLEAR = "clear"  # as a mode, only of a change: nothing is said of this subject any more
-CAPS = ("slot_count_max", "compute_fraction_max", "memory_fraction_max")
+CAPS = {
+    "slot_count_max": "rollout slots",
+    "compute_fraction_max": "compute for rollouts",
+    "memory_fraction_max": "KV cache for rollouts",
+}
+"""Fields of a setting → what they bound, for people."""
 TEXT_LENGTH_MAX = 500  # of a reason, or a name
 WINDOW_COUNT_MAX = 32
 
@@ -184,7 +189,7 @@ def check_setting(setting: LendSetting) -> LendSetting:
     slots = setting.slot_count_max
     if slots is not None and (isinstance(slots, bool) or not 0 <= slots <= SLOT_COUNT_MAX):
         raise InputError(f"slot_count_max is {slots}, must be from 0 to {SLOT_COUNT_MAX:,}")
-    for name in CAPS[1:]:
+    for name in ("compute_fraction_max", "memory_fraction_max"):
         share = getattr(setting, name)
         if share is not None and not (math.isfinite(share) and 0 <= share <= 1):
             raise InputError(f"{name} is {share}, must be from 0 to 1: 0.3 is 30 %")
@@ -222,9 +227,9 @@ def _judge(setting: LendSetting, minute_of_week: int) -> tuple[str, str]:
         return "off", f"its mode {setting.mode!r} is not known here"
     if setting.mode == "off":
         return "off", "off"
-    zero = next((name for name in CAPS if getattr(setting, name) == 0), None)
+    zero = next((what for name, what in CAPS.items() if getattr(setting, name) == 0), None)
     if zero is not None:
-        return "off", f"{zero} is 0"
+        return "off", f"at most 0 {zero}"
     try:
         if setting.mode == "on" and not is_within(setting.hours, minute_of_week):
             return "observe", f"outside of its hours ({', '.join(setting.hours)} UTC)"

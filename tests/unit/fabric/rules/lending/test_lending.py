@@ -93,7 +93,13 @@ def test_the_reason_names_who_said_what_of_whom() -> None:
     assert terms(words, "w9", "", 0).reason == "all serving workers: on, said by ann"
     night = {"pool:chat": LendSetting(mode="on", hours=["22:00-06:00"])}
     assert terms(night, "w1", "chat", 720).reason == "pool chat: outside of its hours (22:00-06:00 UTC)"
-    assert terms({"w1": LendSetting(mode="on", slot_count_max=0)}, "w1", "", 0).reason == "w1: slot_count_max is 0"
+    for cap, told in (
+        ("slot_count_max", "rollout slots"),
+        ("compute_fraction_max", "compute for rollouts"),
+        ("memory_fraction_max", "KV cache for rollouts"),
+    ):
+        zero = LendSetting(mode="on", **{cap: 0})  # type: ignore[arg-type]
+        assert terms({"w1": zero}, "w1", "", 0).reason == f"w1: at most 0 {told}"
 
 
 def test_on_for_all_is_said_of_those_that_are_known_then_and_off_of_later_ones_too() -> None:
