@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ...fabric.broker.clients.url import mask_url
-from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.errors import ConfigError, FabricError
 from ..cli.options import (
     Allowed,
     AllowHub,
@@ -118,10 +118,10 @@ def _roles(context: typer.Context, engine_words: Sequence[str]) -> tuple[list[An
     after `up`, and the broker that they are told of, if any.
 
     Raises:
-        ConfigError: one of them would not start, or they are told of several brokers.
+        ConfigError: some of them would not start, and the text names all, or they are told of several brokers.
     """
     from ..roles.command import read_options
-    from ..roles.starting import check_role
+    from ..roles.starting import check_role, refuse_all
 
     foreign = _typed(context, "environment", "reward", "pass_env", "run_as", "no_network")
     words = {
@@ -134,17 +134,22 @@ def _roles(context: typer.Context, engine_words: Sequence[str]) -> tuple[list[An
         "api": [*_typed(context, "port"), "--train"],
         "controller": [],
     }
-    read = {role: read_options(context, role, typed)[0] for role, typed in words.items()}
+    read: dict[str, Any] = {}
+    faults: dict[str, FabricError] = {}
+    for role, typed in words.items():
+        try:
+            read[role], _ = read_options(context, role, typed)
+            check_role(replace(read[role], url=""))  # its broker is the one that `up` uses
+        except FabricError as error:
+            faults[role] = error
+    refuse_all(faults)
     urls = {options.url: role for role, options in read.items() if options.url}
     if context.params["url"] is None and len(urls) > 1:
         names = " and ".join(f"[{role}] names {mask_url(url)}" for url, role in urls.items())
         raise ConfigError(
             f"ROLLFAB_CONFIG's file names several brokers, {names}: name one, or give --url", option="url"
         )
-    roles = [replace(options, url="") for options in read.values()]  # theirs is the one that `up` uses
-    for each in roles:
-        check_role(each)
-    return roles, next(iter(urls), None)
+    return [replace(options, url="") for options in read.values()], next(iter(urls), None)
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

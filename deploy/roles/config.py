@@ -19,7 +19,7 @@ from ..cli.speech import say
 from .command import read_options, variables_of, warn_of_unknown_variables
 from .config_file import read_config
 from .options import TABLES
-from .starting import check_role
+from .starting import check_role, refuse_all
 
 
 def register(app: typer.Typer) -> None:
@@ -69,9 +69,7 @@ def _check(
             continue
         if not options.url:
             say(Console(stderr=True), f"[{role}] has no broker yet: set ROLLFAB_URL where it is started", "warning")
-    if faults:
-        told = "; ".join(f"[{role}] {error}" for role, error in faults.items())
-        raise ConfigError(f"{file}: {told}", option=next(iter(faults))) from next(iter(faults.values()))
+    refuse_all(faults, f"{file}: ")
     count = sum(map(len, tables.values()))
     if json:
         show_json({"path": str(file), "is_right": True, "roles": list(tables), "setting_count": count})

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...api.access.config import check_tls
+from ...fabric.contract.errors import ConfigError, FabricError
 from ...workers.environments.confinement import hide
 from .engines import EngineOptions, require_engine
 from .options import AgentOptions, ApiOptions, ForeignOptions, GatewayOptions, RewardOptions, RoleOptions, WorkerOptions
@@ -38,6 +40,21 @@ def check_role(options: RoleOptions) -> None:
         _check_engine(options.engine)
     elif isinstance(options, ApiOptions | GatewayOptions):
         check_tls(options.config())
+
+
+def refuse_all(faults: Mapping[str, FabricError], where: str = "") -> None:
+    """Raise one error that names every role that would not start; one fault of several roles is said once.
+
+    faults: by role. where: what stands before all of it.
+    """
+    roles: dict[str, list[str]] = {}
+    for role, error in faults.items():
+        roles.setdefault(str(error), []).append(f"[{role}]")
+    if len(roles) == 1 and not where:
+        raise next(iter(faults.values()))
+    if faults:
+        told = "; ".join(f"{' and '.join(names)} {text}" for text, names in roles.items())
+        raise ConfigError(where + told, option=next(iter(faults))) from next(iter(faults.values()))
 
 
 async def _check_environments(options: AgentOptions) -> None:

@@ -147,6 +147,27 @@ def test_what_the_file_says_and_cannot_be_is_refused_before_anything_starts(
     assert started == []
 
 
+def test_every_role_that_would_not_start_is_named_at_once(file: Path, started: list[UpOptions]) -> None:
+    file.write_text(
+        '[worker]\nadapter_rank = 3\n[agent]\nenvironment = ["mine=nope.games:MyGame"]\n'
+        '[reward]\nreward = ["r=os:nothere"]\n[api]\ntls_key = "k.pem"'
+    )
+    told = str(CliRunner().invoke(app, ["up"]).exception)
+    for says in (
+        "[worker] --adapter-rank is for",
+        "; [agent] environment 'mine': ",
+        "; [reward] --reward r: ",
+        "; [api] ",
+    ):
+        assert says in told
+    assert started == []
+
+
+def test_a_fault_that_several_roles_share_is_said_once(started: list[UpOptions]) -> None:
+    told = str(CliRunner().invoke(app, ["up", "--run-as", "nobody-of-this-name"]).exception)
+    assert told.count("nobody-of-this-name") == 1 and started == []
+
+
 def test_a_broker_that_the_file_names_is_used_as_if_it_were_typed(started: list[UpOptions], file: Path) -> None:
     file.write_text(FILE.replace("[api]", 'url = "redis://there:1"\n[api]'))
     start()
