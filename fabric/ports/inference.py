@@ -139,7 +139,8 @@ class Inference(Protocol):
         ...
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones and those outside the vocabulary."""
+        """Return the text of tokens, without special ones, and with a replacement character (U+FFFD) for each that the
+        vocabulary lacks: models have room for more tokens than their tokenizer has."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

@@ -17,6 +17,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import (
@@ -69,6 +70,7 @@ FOLLOW_S = 1.0  # between two looks whether the run is still there
 AWAY_S = 3.0  # without an answer to them: then requests wait for the broker
 HEAD_S = 5.0  # longest wait for a new head
 DONE = ("stop", "length")
+NO_TEXT = "\ufffd"  # for a token that the model has and its tokenizer has not
 
 Publish = Callable[
     [str, int | None, bool], Awaitable[int]
@@ -230,7 +232,11 @@ class FleetInference:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """See ports/inference.py."""
-        return self._model.tokenizer.decode([each for each in token_ids if each < self.vocabulary_size])
+        tokenizer, size = self._model.tokenizer, self.vocabulary_size
+        return "".join(
+            tokenizer.decode(list(ids)) if is_known else NO_TEXT * len(list(ids))
+            for is_known, ids in groupby(token_ids, lambda each: each < size)
+        )
 
     async def generate(self, prompt: Prompt) -> Completions:
         """See ports/inference.py."""

@@ -100,6 +100,14 @@ def ask(inference: FleetInference, **said: object) -> asyncio.Task[Completions]:
     return asyncio.create_task(inference.generate(Prompt(token_ids=PROMPT, **said)))  # type: ignore[arg-type]
 
 
+async def test_a_token_that_the_tokenizer_lacks_is_seen_in_the_text(url: str) -> None:
+    async with serving(url) as (inference, _, _):
+        a, b = CharTokenizer().encode("ab")
+        size = inference.vocabulary_size
+        assert inference.text_of([a, size, size + 40, b, size]) == "a\ufffd\ufffdb\ufffd"
+        assert (inference.text_of([a, b]), inference.text_of([])) == ("ab", "")
+
+
 async def test_a_session_keeps_its_carrier_and_the_others_take_theirs_by_turns(url: str) -> None:
     async with serving(url) as (inference, ports, hand):
         # When two sessions and two requests without one ask, and one session beside itself
