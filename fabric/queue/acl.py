@@ -161,7 +161,7 @@ RIGHTS: dict[str, Rights] = {
     "operator": Rights(
         purpose="people at the command line: status, lend, dead, weights, runs, trace",
         scripts="look_begun push_group retry_dead clock holders add_event set_lend answer put_manifest drop_version "
-        "mend",
+        "mend delete_run",
         commands=f"{STATUS} set hset hkeys hdel hexists xread xrange scan unlink mget getrange get persist "
         "exists type lrange sscan zrem xdel lrem srem",  # the last words: to find and remove rows that cannot be read
         reads="",

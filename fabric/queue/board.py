@@ -128,10 +128,9 @@ class RedisLeaseBoard(RedisLeases):
         """
         with translate():
             raw = await self._client.hget(names.RUNS, run_id)
-            if raw is None:
+            mark = [names.deleted_run(run_id)]
+            if raw is None or not await self._scripts.call("delete_run", mark, [run_id, names.DELETED_TTL_MS]):
                 raise await unknown_run(self._client, run_id)
-            await self._client.set(names.deleted_run(run_id), "", px=names.DELETED_TTL_MS)
-            await self._client.hdel(names.RUNS, run_id)
             bases = [WeightKeys(run_id).base, *_bases(run_id, raw)]
             await self._unlink(bases)
             await asyncio.sleep(NOTICED_S)

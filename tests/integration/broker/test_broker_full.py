@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollfab.aio import connect
-from rollfab.fabric.contract.errors import BrokerFull
+from rollfab.fabric.contract.errors import BrokerFull, RunUnknown
 from rollfab.fabric.contract.ids import trajectory_id, turn_id
 from rollfab.fabric.contract.records import (
     Lease,
@@ -136,6 +136,16 @@ async def test_settings_change_whole_and_a_run_is_opened_at_the_limit(ports: Red
     assert await ports.board.create_run(lower) == lower
     other = dataclasses.replace(lower, run_id="r2")
     assert await ports.board.create_run(other) == other
+
+
+async def test_a_run_can_be_deleted_at_the_limit_which_makes_room(ports: RedisFabric) -> None:
+    await fill(ports)
+    await ports.board.delete_run("r1")
+    assert "r1" not in await ports.board.runs()
+    with pytest.raises(RunUnknown, match="deleted"):
+        await ports.board.run_status("r1")
+    assert await ports.board.create_run(RUN) == RUN
+    assert await fill(ports), "there is room again"
 
 
 def test_only_what_takes_work_in_is_refused_at_the_limit() -> None:
