@@ -205,8 +205,9 @@ class AsyncFabric:
         """Open a run beside another one, pinned to one version of its weights, bit for bit; training goes on meanwhile.
 
         Its tasks, groups and share of the workers are its own. The next evaluation takes the same run on to a newer
-        version, by a delta; an older one needs a `name`. A refusal changes nothing; one for
-        want of room in the broker may leave a new evaluation's run, without weights, for the next call.
+        version, by a delta; an older one needs a `name`. A refusal changes nothing
+        (for want of room in the broker it leaves a new evaluation's run, without weights, where this user may delete
+        no run: the next call takes it up).
 
         Args:
             run_id: the run whose weights are evaluated.
@@ -273,13 +274,21 @@ class AsyncFabric:
         except FabricError as error:
             del self._evaluations[name]
             await self._drop(evaluation)
-            if not isinstance(error, VersionConflict):
-                if existing is not None:
-                    await self._ports.rollouts(existing).pin(held)  # whose handles go on: nothing has changed
+            if not isinstance(error, (VersionConflict, RunUnknown)):
+                await self._undo(existing, name, held)
                 raise
-            await self._until_moved(name, held)
+            if isinstance(error, VersionConflict):
+                await self._until_moved(name, held)
             raise _OpenedByOthers(error.message, **error.facts) from None
         return evaluation
+
+    async def _undo(self, existing: RunConfig | None, name: str, held: int) -> None:
+        """Leave an evaluation as it was before it was to have new weights: at its version, or not there at all."""
+        if existing is not None:
+            await self._ports.rollouts(existing).pin(held)  # whose handles go on: nothing has changed
+        elif await self._held_by((await self._ports.board.runs()).get(name)) == (-1, 0):  # and nobody else's by now
+            with suppress(FabricError):  # a trainer's user may delete no run: then the next call completes it
+                await self._ports.board.delete_run(name)
 
     async def _until_moved(self, name: str, held: int) -> None:
         """Wait until somebody else who opens an evaluation has published; whoever began last does, if he lives."""

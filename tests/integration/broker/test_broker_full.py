@@ -174,10 +174,17 @@ async def test_an_evaluation_that_finds_no_room_stays_at_its_version(tmp_path: P
             await RedisFabric.open(server.url, client_name="tests") as opened,
             await connect(server.url) as fabric,
         ):
-            # Given an evaluation of version 0, while the run has gone on to version 1
+            # Given a first evaluation that is refused for want of room: nothing is left of it
             run = await fabric.run("r1", model="tiny", environment="frozenlake")
             await run.publish(lively_weights(), version=0)
+            await opened.board._client.config_set("maxmemory", "1mb")
+            with pytest.raises(BrokerFull):
+                await fabric.evaluation("r1", 0, prefix_cache="trajectory", shard_count=2)
+            assert list(await fabric.runs()) == ["r1"]
+            await opened.board._client.config_set("maxmemory", "0")
+            # And an evaluation of version 0, while the run has gone on to version 1
             evaluation = await fabric.evaluation("r1", 0)
+            assert evaluation.config.shard_count == run.config.shard_count
             await run.publish({name: each + 1 for name, each in lively_weights().items()}, version=1)
             # When the next one finds the broker full
             await opened.board._client.config_set("maxmemory", "1mb")
