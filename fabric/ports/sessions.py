@@ -129,7 +129,7 @@ class Session(Protocol):
         ...
 
     def reward(self, reward: float) -> None:
-        """Set the trajectory's reward. Raises InputError: it is no number."""
+        """Set the trajectory's reward. Raises InputError: no number, or the session has ended with another one."""
         ...
 
     async def end(

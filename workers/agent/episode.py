@@ -373,9 +373,7 @@ class Episode:
         async with desk.admitted(self.session) as access:
             played = await self._guard("play", lambda: world.play(load_json(dump_json(job.task)), job.seed, access))
         with self._told("play"):
-            if played.reward is not None:
-                self.session.reward(played.reward)
-            record = self.session.record()
+            record = self.session.record(played.reward)
         given = self.session.facts.reward
         end = "truncated" if played.truncated else "terminated"
         return await self._made(end, played.info, [] if given is None else [given], record)

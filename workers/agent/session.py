@@ -185,7 +185,16 @@ class AgentSession:
         self._refusal = told[:REFUSAL_LENGTH_MAX]
 
     def reward(self, reward: float) -> None:
-        """Set the trajectory's reward; the last one counts."""
+        """Set the trajectory's reward; the last one before the end counts.
+
+        Raises:
+            InputError: it is no number, or the session has ended with another one; ClaimLost: it is over.
+        """
+        if self._ending.done():
+            if self._ending.cancelled():
+                raise self._over()
+            check_same_end(self.facts, reward)
+            return
         self._reward = check_reward(reward, "the agent", InputError)
         self._used_s = asyncio.get_running_loop().time()
 
@@ -239,14 +248,16 @@ class AgentSession:
             await asyncio.wait([self._ending], timeout=min(left_s, self._idle_s_max / 4))
         return self._ending.result()
 
-    def record(self) -> dict[str, Any]:
-        """Return the fields of a Rollout that come of the calls.
+    def record(self, reward: float | None = None) -> dict[str, Any]:
+        """Return the fields of a Rollout that come of the calls. reward: that its agent returned, which counts.
 
         Raises:
             EnvironmentFailed: there was no call, or there is no reward though one is needed.
         """
         if not self._answer_count:
             raise EnvironmentFailed(f"it ended {self._unanswered}", reason="play")
+        if reward is not None:
+            self._reward = check_reward(reward, "the agent", InputError)
         if self._reward is None and self._run.reward is None:
             raise EnvironmentFailed(
                 f"it ended without a reward, and run {self._run.run_id} has no reward function: return a number "

@@ -571,6 +571,20 @@ async def test_an_end_that_is_repeated_while_it_is_recorded_is_one_end() -> None
         assert rollout.reward == 1
 
 
+async def test_a_reward_after_the_end_is_refused_though_nothing_is_recorded_yet() -> None:
+    async with one_session() as (gateway, session):
+        await session.ask(Call(messages=[user("hi")]))
+        ending = asyncio.create_task(session.end(reward=1))
+        await asyncio.sleep(0)
+        assert not ending.done()
+        session.reward(1)  # as it was
+        with pytest.raises(InputError, match=r"ended already, with reward 1\.0, not 0\.5: the first end counts"):
+            session.reward(0.5)
+        await ending
+        (rollout,) = (await gateway.group()).rollouts
+        assert (rollout.reward, session.facts.reward) == (1, 1)
+
+
 async def test_an_end_that_was_not_recorded_is_not_said_to_be() -> None:
     gateway = Gateway()
     await gateway.begin()
