@@ -371,18 +371,24 @@ async def test_turns_of_a_worker_that_is_taken_back_return_with_their_tokens_and
         assert stage.engine.pauses == set()
 
 
-async def test_a_cap_gives_back_the_turns_beyond_it_and_no_others() -> None:
+async def test_a_cap_on_slots_gives_back_the_youngest_turns_beyond_it_and_no_others() -> None:
+    # Given a serving worker with four turns at work, and nobody who leads
     stage = Stage()
-    names = await stage.ask(4)
+    names = sorted(await stage.ask(4))
     await stage.fabric.board.set_lend(WORKER, "on")
-    await stage.lease(1, 3)
-    async with stage.worker(role="serving"):
-        await until(lambda: len(stage.engine.turns) == 3)
-        for cap in (3, 1):
-            await stage.fabric.board.set_lend(WORKER, str(cap))
-            await until(lambda cap=cap: len(stage.ready) == 4 - cap)
-            await asyncio.sleep(0.1)
-            assert (len(stage.engine.turns), len(stage.turns.returned), len(stage.ready)) == (cap, 3 - cap, 4 - cap)
-        assert {*stage.engine.turns, *stage.ready} == {*names}
-        await stage.fabric.board.set_lend(WORKER, "on")
-        await until(lambda: len(stage.engine.turns) == 3)
+    await stage.lease(1, 4)
+    async with stage.worker(role="serving", heartbeat_s=3600.0):
+        await until(lambda: stage.engine.turns == names)
+        # When its team says something that bounds no slots, then all go on
+        await stage.fabric.board.set_lend(WORKER, LendSetting(mode="on", compute_fraction_max=0.5))
+        await asyncio.sleep(0.2)
+        assert (stage.engine.turns, stage.turns.returned) == (names, [])
+        # When it bounds them, then those that began last go back, have not stalled, and are not taken again
+        await stage.fabric.board.set_lend(WORKER, "2")
+        await until(lambda: stage.engine.turns == names[:2])
+        await asyncio.sleep(0.2)
+        assert sorted(stage.turns.returned) == [(name, False) for name in names[2:]]
+        assert (stage.engine.turns, stage.ready) == (names[:2], names[2:])
+        # When it lifts the bound, then they are taken again
+        await stage.fabric.board.set_lend(WORKER, LendSetting(mode="on"))
+        await until(lambda: sorted(stage.engine.turns) == names)
