@@ -138,7 +138,8 @@ def _session_routes(door: Door, sessions: Sessions, config: GatewayConfig) -> AP
 
     async def end(request: Request) -> Response:
         if (facts := await door.recorded(request)) is not None:  # the answer to its end was lost on the way
-            check_same_end(facts, (await _read_end(request))["reward"])
+            said = await _read_end(request)
+            check_same_end(facts, said["reward"], said["error"])
         else:
             session = door.session_of(request)
             await session.end(**await _read_end(request))  # also if the client leaves: what has ended has ended

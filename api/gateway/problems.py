@@ -150,7 +150,7 @@ def _of_request(error: FabricError) -> Problem | None:
     if error.facts.get("is_over_context"):
         return Problem(status=400, code="context_length_exceeded", message=text, param="messages")
     if error.facts.get("is_conflict"):
-        return Problem(status=409, code="conflict", message=text, param="reward")
+        return Problem(status=409, code="conflict", message=text, param=param if isinstance(param, str) else None)
     if isinstance(error, PayloadTooLarge):
         return Problem(status=413, code="payload_too_large", message=text)
     if isinstance(error, RunUnknown):

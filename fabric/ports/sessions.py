@@ -23,6 +23,7 @@ from ..contract.text import told
 KEY_PREFIX = "rfs-"  # by which scanners for leaked keys know a session's key
 KEY_BYTES = 32  # random ones
 KEY_FORM = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]{43}")  # such bytes as URL-safe base64
+ERROR_LENGTH_MAX = 2000  # of what a client says why its attempt failed; the rest is cut off
 REMOTE = "gateway"  # the environment of runs that are played through a gateway's sessions
 
 
@@ -88,7 +89,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFacts:
-    """What a session's client may know of it. state: open or over. reward: given so far, None: none."""
+    """What a session's client may know of it. reward: given so far, None: none. error: with which it was ended."""
 
     session_id: str
     run_id: str
@@ -101,13 +102,24 @@ class SessionFacts:
     call_count_max: int
     reward: float | None
     idle_s_max: float
+    error: str | None = None
 
 
-def check_same_end(facts: SessionFacts, reward: float | None) -> None:
-    """Require of an end that is repeated the reward of the first. Raises InputError (facts: is_conflict)."""
-    if reward is not None and reward != facts.reward:
-        text = f"session {facts.session_id} has ended already, with reward {told(facts.reward)}, not {told(reward)}"
-        raise InputError(f"{text}: the first end counts", name="reward", is_conflict=True)
+def check_same_end(facts: SessionFacts, reward: float | None, error: str | None) -> None:
+    """Require of an end that is repeated what the first said, or nothing. Raises InputError (facts: is_conflict)."""
+    error = None if error is None else error[:ERROR_LENGTH_MAX]
+    if (reward is None and error is None) or (error == facts.error and reward in (None, facts.reward)):
+        return
+    first, other = _end_of(facts.reward, facts.error), _end_of(reward, error)
+    raise InputError(
+        f"session {facts.session_id} has ended already, with {first}, not with {other}: the first end counts",
+        name="reward" if error is None else "error",
+        is_conflict=True,
+    )
+
+
+def _end_of(reward: float | None, error: str | None) -> str:
+    return f"reward {told(reward)}" if error is None else f"the error {told(error)}"
 
 
 class Session(Protocol):

@@ -189,7 +189,7 @@ class Desk:
         finally:
             self._taken[run_id] -= 1
         if ending.error is not None:
-            raise EnvironmentFailed(f"its client says: {ending.error:.2000}", reason="play")
+            raise EnvironmentFailed(f"its client says: {ending.error}", reason="play")
         return Played(info=dict(ending.info))
 
 

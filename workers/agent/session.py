@@ -44,7 +44,7 @@ from ...fabric.contract.wire import check_size, dump_json
 from ...fabric.host.helpers import end_all
 from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import TrajectoryClaim
-from ...fabric.ports.sessions import Call, Completion, Reply, SessionFacts, Token, check_same_end
+from ...fabric.ports.sessions import ERROR_LENGTH_MAX, Call, Completion, Reply, SessionFacts, Token, check_same_end
 from ..engines.admission import NO_NUMBERS, OVER_CONTEXT
 from ..environments.answers import BRIEF
 
@@ -148,6 +148,7 @@ class AgentSession:
             call_count_max=self._run.turn_count_max,
             reward=self._reward,
             idle_s_max=self._idle_s_max,
+            error=self._ending.result().error if self._ending.done() and not self._ending.cancelled() else None,
         )
 
     async def ask(self, call: Call) -> Reply:
@@ -193,7 +194,7 @@ class AgentSession:
         if self._ending.done():
             if self._ending.cancelled():
                 raise self._over()
-            check_same_end(self.facts, reward)
+            check_same_end(self.facts, reward, None)
             return
         self._reward = check_reward(reward, "the agent", InputError)
         self._used_s = asyncio.get_running_loop().time()
@@ -209,7 +210,7 @@ class AgentSession:
             if reward is not None:
                 self.reward(reward)
             self._set_ending(info, error)
-        check_same_end(self.facts, reward)
+        check_same_end(self.facts, reward, error)
         is_void = self._ending.result().error is not None
         if not await asyncio.shield(self._recorded) and not is_void:
             raise self._over()
@@ -225,7 +226,7 @@ class AgentSession:
                 "error for which the attempt failed",
                 name="reward",
             )
-        self._ending.set_result(Ending(info=dict(info or {}), error=error))
+        self._ending.set_result(Ending(info=dict(info or {}), error=error and error[:ERROR_LENGTH_MAX]))
 
     # ---- the owner's side
 

@@ -249,8 +249,10 @@ async def test_an_end_whose_answer_was_lost_may_be_asked_for_again(
     assert (again.status_code, again.json()["state"], again.json()["reward"]) == (200, "over", 0.5)
     assert (await http.post("sessions/group.3/end", headers=bearer("old-key"))).status_code == 200
     other = await http.post("sessions/group.3/end", json={"reward": 1}, headers=bearer("old-key"))
-    message = "session group.3 has ended already, with reward 0.5, not 1.0: the first end counts"
+    message = "session group.3 has ended already, with reward 0.5, not with reward 1.0: the first end counts"
     assert (other.status_code, other.json()["error"]["message"]) == (409, message)
+    void = await http.post("sessions/group.3/end", json={"error": "fell"}, headers=bearer("old-key"))
+    assert (void.status_code, void.json()["error"]["param"]) == (409, "error")
     assert (await http.post("sessions/group.0/end", headers=bearer("old-key"))).status_code == 401
     assert (await http.post("v1/chat/completions", json=ASK, headers=bearer("old-key"))).status_code == 401
     assert not sessions.session.ended

@@ -565,8 +565,11 @@ async def test_an_end_that_is_repeated_while_it_is_recorded_is_one_end() -> None
     async with one_session() as (gateway, session):
         await session.ask(Call(messages=[user("hi")]))
         ends = [session.end(reward=reward) for reward in (1, None, 1, 0.5)]
-        *same, other = await asyncio.gather(*ends, return_exceptions=True)
-        assert same == [None] * 3 and "with reward 1.0, not 0.5" in str(other)
+        *same, other, void = await asyncio.gather(*ends, session.end(error="fell"), return_exceptions=True)
+        assert same == [None] * 3 and "with reward 1.0, not with reward 0.5" in str(other)
+        assert "with reward 1.0, not with the error 'fell'" in str(void)
+        with pytest.raises(ClaimLost, match="is over"):
+            session.reward(0.5)
         (rollout,) = (await gateway.group()).rollouts
         assert rollout.reward == 1
 
