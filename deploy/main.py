@@ -1,13 +1,14 @@
 """`rollfab`: every command is also a library call; this file only reads arguments and chooses exit codes.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 ended by Ctrl-C. Errors name the thing, the cause and the next step;
---debug shows where.
+Exit codes: 0 done, also where whoever reads the output has enough, 1 failed, 2 wrong usage, 130 ended by Ctrl-C. Errors
+name the thing, the cause and the next step; --debug shows where.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
 from collections import UserDict
 from collections.abc import Mapping
@@ -160,6 +161,10 @@ def main() -> None:
     except BaseException as error:
         if _is_interrupt(error):
             sys.exit(INTERRUPTED)
+        if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):  # typer hides it
+            if _has_no_reader():
+                sys.exit(0)
+            error = error.__context__
         if is_debug or not isinstance(error, Exception):
             raise
         _tell(error)
@@ -171,6 +176,13 @@ def _is_interrupt(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def _has_no_reader() -> bool:
+    """Whether whoever read the output has gone, as `… | head -1` does; rich has then put /dev/null in its place."""
+    output = select.poll()
+    output.register(1, 0)
+    return bool(output.poll(0)) or os.path.samestat(os.fstat(1), os.stat(os.devnull))
 
 
 def _tell(error: Exception) -> None:

@@ -147,3 +147,14 @@ def test_a_training_says_what_of_it_was_done_before(before: int, line: str, monk
     done = CliRunner().invoke(app, ["train", "--url", "redis://nowhere", "--output", "out"])
 
     assert done.output.startswith(line), (done.output, done.exception)
+
+
+@pytest.mark.parametrize("words", ["version --json", "weights --help"])
+def test_whoever_reads_the_output_may_have_enough(words: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, "-m", "rollfab", *words.split()], stdout=write, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, b"")
