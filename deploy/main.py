@@ -24,7 +24,7 @@ from ..fabric.contract.errors import ConfigError, FabricError
 from ..fabric.contract.text import printable, validated
 from ..fabric.host.command import with_commands
 from .cli.arguments import refuse_secrets, with_finite_numbers
-from .cli.exits import INTERRUPTED
+from .cli.exits import INTERRUPTED, leaving_at_once
 from .cli.logs import set_up_logs
 from .cli.options import AsJson
 from .local.supervisor import follow_parent
@@ -125,7 +125,8 @@ class Loading(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
             part = typer.Typer()
-            import_module(self._modules[name], __package__).register(part)
+            with leaving_at_once():
+                import_module(self._modules[name], __package__).register(part)
             self.data[name] = with_finite_numbers(typer.main.get_group(part).commands[name])
         return self.data[name]
 

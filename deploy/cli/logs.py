@@ -9,7 +9,7 @@ import sys
 
 from ...fabric.host.facts import FactsFormatter, Flood
 
-NOISY = ("rq", "asyncio", "httpx", "uvicorn.access", "matplotlib", "transformers")
+NOISY = ("rq", "asyncio", "httpx", "uvicorn.access", "matplotlib", "torch", "transformers")
 STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) [\w.]+ (.*)", re.DOTALL)
 QUIET = ("DEBUG", "INFO")
 

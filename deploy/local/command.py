@@ -10,6 +10,7 @@ import typer
 
 from ...fabric.broker.clients.url import mask_url
 from ...fabric.contract.errors import ConfigError, FabricError
+from ..cli.exits import leaving_at_once
 from ..cli.options import (
     Allowed,
     AllowHub,
@@ -184,11 +185,16 @@ def _train(
     json: AsJson = False,
 ) -> None:
     """Train the tiny model with GRPO on an environment that is offered."""
-    from ...trainer.loop import TrainOptions, run_training
+    url = need_url(url)
+    with leaving_at_once():
+        from ...trainer.grpo import build_model
+        from ...trainer.loop import TrainOptions, run_training
+
+        build_model("tiny")  # the libraries load what a model needs as it is first built
 
     summary = run_training(
         TrainOptions(
-            url=need_url(url),
+            url=url,
             run_id=run,
             environment=environment,
             reward=reward,

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +159,16 @@ def test_whoever_reads_the_output_may_have_enough(words: str) -> None:
     )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_an_interrupt_that_a_library_swallows_as_it_loads_ends_the_command(tmp_path: Path) -> None:
+    # Given a torch that goes on, and would be there by half
+    (tmp_path / "torch.py").write_text(
+        "import os\ntry:\n    os.kill(os.getpid(), 2)\n    print('went on')\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    words = ["train", "--url", "redis://127.0.0.1:1", "--output", str(tmp_path / "output")]
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # also where a test's is not
+    load = f"{heard}; from rollfab.__main__ import main; main()"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", load, *words], env=env, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout + ended.stderr) == (130, b"")
