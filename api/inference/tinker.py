@@ -4,7 +4,8 @@ Source: tinker 0.38.0, tinker/resources and tinker/proto/tinker_public_pb2.pyi. 
 protobuf message SampleResponse, whose few fields are written here.
 
 - A sampling session's name says which version it is pinned to, and nothing about it is kept.
-- A sample's name is its session's and its number: a request that comes again gets the same future.
+- A sample's name is its session's, its number, and a digest of what is asked for: a request that comes again gets the
+  same future, and one of another process that counts alike another.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -97,11 +99,13 @@ def read_sample(body: Body) -> Asked:
     body.allow("record_stability_info", advice="leave it out")
     for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"):
         body.allow(name, advice="ask for prompt_logprobs or topk_prompt_logprobs")
-    name = f"{sampler}:{number}"
+    ids, count = token_ids(_chunks(Body(body.required("prompt", dict), "prompt")), "prompt"), _samples(body)
+    settings = repr((sampling, count, ends_at_eos, wants_prompt)).encode()
+    name = f"{sampler}:{number}:{blake2b(ids.tobytes() + settings, digest_size=8).hexdigest()}"
     prompt = Prompt(
-        token_ids=token_ids(_chunks(Body(body.required("prompt", dict), "prompt")), "prompt"),
+        token_ids=ids,
         sampling=sampling,
-        count=_samples(body),
+        count=count,
         ends_at_eos=ends_at_eos,
         pin=pin,
         request_id=name,

@@ -107,7 +107,7 @@ async def test_a_sample_is_made_once_and_is_told_as_the_sdk_reads_it(
     assert prompt.token_ids.tolist() == [5, 6, 7]
     asked = {"temperature": 0.5, "top_k": 0, "top_p": 1.0, "max_tokens": 9, "logprobs": 2, "prompt_logprobs": 2}
     assert (prompt.sampling, prompt.count, prompt.ends_at_eos, prompt.pin) == (asked, 2, True, ANY)
-    assert future["sample_sequence_ids"] == [f"{SAMPLER}:0:0", f"{SAMPLER}:0:1"]
+    assert future["sample_sequence_ids"] == [f"{future['request_id']}:{index}" for index in range(2)]
     # And the answer has all of it
     assert answers[0] == answers[1]
     answer = fields(answers[0])
@@ -164,11 +164,22 @@ async def test_the_oldest_answers_make_room(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
     monkeypatch.setattr(futures, limit, most)
+    names = []
     for seq in range(4):
-        name = (await ask(http, "asample", **{**SAMPLE, "seq_id": seq}))["request_id"]
+        names.append((await ask(http, "asample", **{**SAMPLE, "seq_id": seq}))["request_id"])
+        await ask(http, "retrieve_future", request_id=names[-1])
+    await ask(http, "retrieve_future", 410, request_id=names[0])
+    await ask(http, "retrieve_future", request_id=names[3])
+
+
+async def test_processes_that_count_alike_in_one_session_each_get_what_they_ask_for(
+    inference: FakeInference, http: httpx.AsyncClient
+) -> None:
+    other = {**SAMPLE, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}}
+    for body in (SAMPLE, other, {**other, "num_samples": 3}):
+        name = (await ask(http, "asample", **body))["request_id"]
         await ask(http, "retrieve_future", request_id=name)
-    await ask(http, "retrieve_future", 410, request_id=f"{SAMPLER}:0")
-    await ask(http, "retrieve_future", request_id=f"{SAMPLER}:3")
+    assert [(len(each.token_ids), each.count) for each in inference.prompts] == [(3, 2), (2, 2), (2, 3)]
 
 
 @pytest.mark.parametrize(
