@@ -453,6 +453,17 @@ async def test_a_swap_whose_answer_was_lost_is_repeated_without_effect(world: Wo
     assert len(await world.trajectories.claim("a1", 9)) == 3
 
 
+async def test_a_swap_is_repeated_without_effect_though_what_came_in_its_place_was_consumed(world: World) -> None:
+    delivery = await dropped(world)
+    assert await world.rollouts.swap(delivery, next_one(world))
+    for claim in await world.trajectories.claim("a1", 9):
+        assert await settle(world, claim)
+    (found,) = await world.rollouts.receive("t", 1, 1.0)
+    assert await world.rollouts.acknowledge(found)
+    assert await world.rollouts.swap(delivery, next_one(world)), "its task ran: another group is not to run it again"
+    assert (await world.board.run_status("r1")).counters["groups_submitted"] == 2
+
+
 async def test_a_group_that_another_task_replaces_already_is_acknowledged(world: World) -> None:
     delivery = await dropped(world)
     await world.rollouts.push([next_one(world, task_id="other")])
