@@ -61,6 +61,10 @@ class Played:
         self._is_over = True
         self._agent.result(5.0)
 
+    def permit_staleness(self, staleness: int) -> None:
+        """Let groups be delivered that are as much behind the head."""
+        self._loop.call(self._fabric.board.create_run(dataclasses.replace(CONFIG, staleness=staleness)))
+
     def depth(self) -> int:
         """How many groups the run holds."""
         return self._loop.call(self._fabric.board.run_status("r1")).depth
@@ -171,10 +175,8 @@ def test_a_step_whose_every_rollout_failed_is_an_error_once(played: Played, tmp_
     assert played.names == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
 
 
-def test_groups_that_were_trained_on_but_not_acknowledged_are_not_run_again(
-    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a training that is killed after its checkpoint was written, and before its groups are acknowledged
+def train_and_die_unacknowledged(played: Played, directory: Path) -> None:
+    """A training that is killed after its checkpoint was written, and before its groups are acknowledged."""
     save = TrainingLoop._save
 
     def save_and_die(self: TrainingLoop) -> None:
@@ -182,17 +184,34 @@ def test_groups_that_were_trained_on_but_not_acknowledged_are_not_run_again(
         if self.progress.step == 1:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingLoop, "_save", save_and_die)
-        with pytest.raises(KeyboardInterrupt):
-            played.train(tmp_path, 2)
+    with mock.patch.object(TrainingLoop, "_save", save_and_die), pytest.raises(KeyboardInterrupt):
+        played.train(directory, 2)
 
-    # When it goes on, with a head that they are too stale for
+
+def test_groups_that_were_trained_on_but_not_acknowledged_are_not_run_again(played: Played, tmp_path: Path) -> None:
+    # Given groups that were trained on, and are not acknowledged
+    train_and_die_unacknowledged(played, tmp_path)
+
+    # When the training goes on, with a head that they are too stale for
     progress = played.train(tmp_path, 2)
 
     # Then nothing of them was generated again
     assert (progress.step, progress.rollout_count, progress.duplicated_count) == (2, 8, 0)
     assert played.names == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
+
+
+def test_groups_that_come_again_after_they_were_trained_on_are_left_out(played: Played, tmp_path: Path) -> None:
+    # Given groups that were trained on, are not acknowledged, and may be delivered at a later head
+    played.permit_staleness(9)
+    train_and_die_unacknowledged(played, tmp_path)
+
+    # When the training goes on, and the broker has not heard that nobody needs them
+    with mock.patch.object(Run, "cancel"):
+        progress = played.train(tmp_path, 2)
+
+    # Then each group was trained on once
+    assert (progress.step, progress.rollout_count) == (2, 8)
+    assert progress.trained_ids == ["r1-0-0", "r1-0-1", "r1-0-2", "r1-0-3"]
 
 
 def test_a_step_learns_from_the_rollouts_that_did_not_fail(played: Played, tmp_path: Path) -> None:
