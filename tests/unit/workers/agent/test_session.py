@@ -568,7 +568,7 @@ async def test_an_end_that_is_repeated_while_it_is_recorded_is_one_end() -> None
         *same, other, void = await asyncio.gather(*ends, session.end(error="fell"), return_exceptions=True)
         assert same == [None] * 3 and "with reward 1.0, not with reward 0.5" in str(other)
         assert "with reward 1.0, not with the error 'fell'" in str(void)
-        with pytest.raises(ClaimLost, match="is over"):
+        with pytest.raises(InputError, match="ended already"):
             session.reward(0.5)
         (rollout,) = (await gateway.group()).rollouts
         assert rollout.reward == 1
@@ -581,7 +581,9 @@ async def test_a_reward_after_the_end_is_refused_though_nothing_is_recorded_yet(
         await asyncio.sleep(0)
         assert not ending.done()
         session.reward(1)  # as it was
-        with pytest.raises(InputError, match=r"ended already, with reward 1\.0, not 0\.5: the first end counts"):
+        with pytest.raises(
+            InputError, match=r"ended already, with reward 1\.0, not with reward 0\.5: the first end counts"
+        ):
             session.reward(0.5)
         await ending
         (rollout,) = (await gateway.group()).rollouts
