@@ -98,29 +98,28 @@ class Checkpoint:
         )
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace it in one rename.
+        """Replace it in one rename, once it is on the disk.
 
         Raises:
             ConfigError: it cannot be written; the one before is as it was.
         """
-        waiting = self.path.with_suffix(".new")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, waiting)
-            os.replace(waiting, self.path)
-        except (OSError, RuntimeError) as error:  # torch says the latter of a disk that is full
-            waiting.unlink(missing_ok=True)
-            raise self._unwritable(self.path, error) from error
+        self._replace(self.path, lambda new: torch.save(state, new))
 
     def note_next(self, version: int) -> None:
         """Note the version that is published next. Raises ConfigError: it cannot be written."""
-        waiting = self._next.with_suffix(".new")
+        self._replace(self._next, lambda new: new.write_text(str(version), "utf-8"))
+
+    def _replace(self, path: Path, write: Callable[[Path], Any]) -> None:
+        waiting = path.with_suffix(".new")
         try:
-            self._next.parent.mkdir(parents=True, exist_ok=True)
-            waiting.write_text(str(version), "utf-8")
-            os.replace(waiting, self._next)
-        except OSError as error:
-            raise self._unwritable(self._next, error) from error
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(waiting)
+            with waiting.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(waiting, path)
+        except (OSError, RuntimeError) as error:  # torch says the latter of a disk that is full
+            waiting.unlink(missing_ok=True)
+            raise self._unwritable(path, error) from error
 
     def _unwritable(self, path: Path, error: Exception) -> ConfigError:
         reason = getattr(error, "strerror", None) or (str(error).splitlines() or [""])[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import os
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from rollfab.trainer import loop as module
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
 from rollfab.trainer.grpo import GrpoSettings
-from rollfab.trainer.loop import CHECKPOINT, LAST_COUNT, NEXT, Progress, TrainingLoop, summary_of
+from rollfab.trainer.loop import CHECKPOINT, LAST_COUNT, NEXT, Checkpoint, Progress, TrainingLoop, summary_of
 from tests.contracts.test_queue import letter_of
 from tests.standin.fabric import StandInFabric
 from tests.support.records import rollout_of
@@ -319,3 +320,17 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
     assert (tmp_path / CHECKPOINT).read_bytes() == before
     assert not [each for each in tmp_path.iterdir() if each.suffix == ".new"]
     assert played.train(tmp_path, 2).step == 2
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_takes_the_place_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, rename = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append("sync"), sync(file))[1])
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("rename"), rename(old, new))[1])
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save({"grpo": {}, "progress": {}})
+    checkpoint.note_next(7)
+    assert done == ["sync", "rename"] * 2
+    assert checkpoint.is_there and checkpoint.newest(0) == 7

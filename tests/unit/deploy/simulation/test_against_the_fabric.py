@@ -17,11 +17,10 @@ import pytest
 from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.simulation.cluster import FORGET_S, ROUND_S, Cluster, Setup
 from rollfab.deploy.simulation.failing import LEAD_S
-from rollfab.deploy.simulation.lending import POOL, Lender, Nobody, Planned
+from rollfab.deploy.simulation.lending import Lender, Nobody, Planned
 from rollfab.deploy.simulation.machine.cost import Model
 from rollfab.deploy.simulation.machine.serving import Request, latencies_ms
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan
-from rollfab.fabric.contract.sharing import LendSetting
 from tests.sim import world
 from tests.sim.engines.fake import FakeEngine
 from tests.sim.engines.shared import KV_TOKENS, SharedEngine, even
