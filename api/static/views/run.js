@@ -84,13 +84,9 @@ export function run(page, runId) {
 }
 
 function missing(runId, whole) {
-  return h(
-    "p.empty.panel",
-    null,
-    `There is no run ${runId} here. `,
-    whole.error && whole.error.status !== 404 && `${whole.error.message} `,
-    h("a", { href: ROOT.href }, "To the overview"),
-  );
+  const isGone = !whole.error || whole.error.status === 404;
+  const text = isGone ? `There is no run ${runId} here. ` : `${whole.error.message} `;
+  return h("p.empty.panel", null, text, h("a", { href: ROOT.href }, "To the overview"));
 }
 
 const fact = (name, value) => h("div", null, h("dt", null, name), h("dd", null, value));
