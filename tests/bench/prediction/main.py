@@ -184,12 +184,18 @@ def fabric_of(case: Case) -> WholeFabric:
 
 
 def warm_up(fabric: WholeFabric, case: Case) -> float:
-    """Have every worker at work once; returns how long it takes to publish, in seconds."""
+    """Have every worker at work once; returns how long it takes to publish, in seconds.
+
+    Raises:
+        FabricError: not all groups came.
+    """
     if case.lent_count:
         say(fabric.url, "on")
+    trajectory_count = case.slot_count * (case.worker_count + case.lent_count)
     for count in range(2):
-        name = f"first-{count}"
-        fabric.timed([_task(f"{name}-{index}", case, 6) for index in range(2 * case.slot_count)], GROUP_SIZE)
+        tasks = [_task(f"first-{count}-{index}", case, 2) for index in range(trajectory_count // GROUP_SIZE)]
+        if len(fabric.ask(tasks, group_size=GROUP_SIZE)) < len(tasks):
+            raise FabricError(f"case {case.name}: not all groups came before the first step")
     taken = []
     for _ in range(3):
         start_s = time.perf_counter()
