@@ -215,7 +215,7 @@ class Lending(World):
 def test_a_run_on_a_lent_worker_takes_as_long_as_the_simulated_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "World", Lending)
     monkeypatch.setattr(Lending, "serving", LENT[name])
-    options = replace(CALM, group_count=24, slot_count=8, dedicated_count=1, serving_count=1)
+    options = replace(CALM, group_count=32, slot_count=8, dedicated_count=1, serving_count=1)
     outcome = simulate(options)
     assert not outcome.failure
     ended_s = begun_s(outcome) + span_s(outcome)

@@ -28,7 +28,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 9000), st.integers(1, 1500)), min_size
 def by_single_steps(sizes: Sizes) -> list[float]:
     """When each turn ends, one step at a time: written down without the engine's stretches and heaps.
 
-    The first turn's first step has begun when the others come.
+    All have come before the first step.
     """
     now_s, left = 0.0, [prompt for prompt, _ in sizes]
     made, ends = [0] * len(sizes), [0.0] * len(sizes)
@@ -36,7 +36,7 @@ def by_single_steps(sizes: Sizes) -> list[float]:
         decoding = [n for n, (_, output) in enumerate(sizes) if not left[n] and made[n] < output]
         context = sum(sizes[n][0] - left[n] + made[n] for n in range(len(sizes)) if made[n] < sizes[n][1])
         room, attention, prefill, begun = max(16, CHUNK - len(decoding)), 0.0, 0, []
-        for n in [n for n in range(len(sizes) if now_s else 1) if left[n]]:
+        for n in [n for n in range(len(sizes)) if left[n]]:
             part = min(room - prefill, left[n])
             if part <= 0:
                 break
