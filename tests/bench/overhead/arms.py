@@ -259,7 +259,7 @@ class WholeFabric:
 
     def _run_workers(self) -> list[WorkerInfo]:
         found = with_ports(self._broker.url, lambda ports: ports.board.workers())
-        return [info for info, _ in found.values()]
+        return [info for info, _ in found.values() if info.role in ("dedicated", "serving")]
 
     def hit_fraction(self) -> float:
         """Of recent prompts' tokens, those that the workers had in their caches: the mean worker's."""
