@@ -330,7 +330,7 @@ def faults(report: Report) -> list[str]:
     for row in (each for each in report.results["rows"] if each["is_held"]):
         if abs(row["throughput_ratio"] - 1) > THROUGHPUT_OFF:
             said.append(f"{row['name']}: {row['throughput_ratio']:.3f} of the tokens a second were predicted")
-        off = [each for each in row["step_ratio_spread"] if abs(each - 1) > STEP_OFF]
+        off = [each for each in sorted(set(row["step_ratio_spread"])) if abs(each - 1) > STEP_OFF]
         said += [f"{row['name']}: a step was predicted to take {each:.3f} of its time" for each in off]
     return said
 
