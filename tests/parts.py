@@ -37,7 +37,7 @@ PARTS = (
     Part("check, and tests but slow ones", ("test",), 1.0),
     Part("slow tests", ("test-slow",), 1.4),
     Part("vLLM, side by side", ("test-vllm-shared",), 0.9),  # with installing it
-    Part("tests that need cores for themselves", ("test-alone",), 0.4),
+    Part("tests that need cores for themselves", ("test-alone",), 0.65),
     Part("vLLM, with cores for itself", ("test-vllm-alone",), 0.7),
     Part("TRL", ("test-trl",), 0.15),
     Part("verl", ("test-verl",), 0.3),
