@@ -286,8 +286,9 @@ class AsyncFabric:
         """Leave an evaluation as it was before it was to have new weights: at its version, or not there at all."""
         if existing is not None:
             await self._ports.rollouts(existing).pin(held)  # whose handles go on: nothing has changed
-        elif await self._held_by((await self._ports.board.runs()).get(name)) == (-1, 0):  # and nobody else's by now
-            with suppress(FabricError):  # a trainer's user may delete no run: then the next call completes it
+            return
+        with suppress(FabricError):  # a trainer's user may delete no run: then the next call completes it
+            if await self._held_by((await self._ports.board.runs()).get(name)) == (-1, 0):  # and nobody else's by now
                 await self._ports.board.delete_run(name)
 
     async def _until_moved(self, name: str, held: int) -> None:
