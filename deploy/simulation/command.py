@@ -127,13 +127,15 @@ def run_all(scenario: Scenario, timelines: dict[int, Any] | None = None) -> list
 
     timelines: gets the time line of each arm's first seed, by the number of its run; None: none is kept.
     """
-    from .run import simulate
+    from .run import capacity_of, simulate
     from .timeline import Timeline
 
     part = scenario.simulation
     wanted = [(load, arm, seed) for load in scenario.serving.loads for arm in part.arms for seed in part.seeds]
     found: list[Any] = []
     with progress("simulating", unit="count", total=len(wanted)) as tell:
+        tell(0, len(wanted), f"finding what an instance can serve of {scenario.serving.trace}")
+        capacity_of(scenario)
         for load, arm, seed in wanted:
             timeline = Timeline() if timelines is not None and seed == part.seeds[0] else None
             if timelines is not None and timeline is not None:

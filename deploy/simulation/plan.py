@@ -10,7 +10,7 @@ from typing import Any
 from ..cli.printing import Cell, Console, new_table
 from ..cli.progress import progress
 from .report import TAG, faster, figure
-from .run import Run, simulate
+from .run import Run, capacity_of, simulate
 from .scenario import Scenario
 
 PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the serving instances, lent
@@ -27,6 +27,8 @@ def plan(scenario: Scenario) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     alone: list[Run] = []
     with progress("simulating", unit="count", total=len(lendings) * len(seeds)) as tell:
+        tell(0, None, f"finding what an instance can serve of {scenario.serving.trace}")
+        capacity = capacity_of(scenario)
         for number, lent in enumerate(lendings):
             offered = replace(scenario, serving=replace(scenario.serving, offered=lent))
             runs: list[Run] = []
@@ -35,7 +37,8 @@ def plan(scenario: Scenario) -> dict[str, Any]:
                 runs.append(simulate(offered, ARM if lent else "fixed", load=load, seed=seed, tell=how_far))
             alone = alone or runs
             rows.append({"gpus_lent": lent * each, **_row(runs, alone)})
-    return {"tag": TAG, "scenario": scenario.name, "load": load, "rows": rows, "choice": choose(rows)["gpus_lent"]}
+    said = {"tag": TAG, "scenario": scenario.name, "load": load, "capacity_per_s": capacity}
+    return {**said, "rows": rows, "choice": choose(rows)["gpus_lent"]}
 
 
 def _row(runs: Sequence[Run], alone: Sequence[Run]) -> dict[str, Any]:
@@ -73,4 +76,5 @@ def show_plan(found: dict[str, Any]) -> None:
     console, choice = Console(), found["choice"]
     console.print(table)
     said = f"Lend {choice} of them" if choice else "Borrow none: no number makes steps 2 % faster and keeps the SLO"
-    console.print(f"{said}. All figures are {TAG}.", highlight=False)
+    load = f"Load {found['load']:g}: {found['load'] * found['capacity_per_s']:.3g} requests a second for each instance."
+    console.print(f"{said}. {load} All figures are {TAG}.", highlight=False)

@@ -10,7 +10,7 @@ from typing import Any
 from ..cli.printing import Cell, Console, new_table
 from .arms import ARMS
 from .machine.cost import COST_MODEL_ERROR
-from .run import Run
+from .run import Run, capacity_of
 from .scenario import FailuresPart, Scenario
 
 TAG = f"simulated; {COST_MODEL_ERROR}; held against real runs on CPUs, not on GPUs"
@@ -86,7 +86,12 @@ def results(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
         arms = {arm: [run for run in runs if run.load == load and run.arm == arm] for arm in scenario.simulation.arms}
         fixed = arms.get(BASE, [])
         by_load.append({"load": load, "arms": {name: summary(found, fixed) for name, found in arms.items()}})
-    return {"tag": TAG, "scenario": asdict(scenario), "by_load": by_load}
+    return {
+        "tag": TAG,
+        "scenario": asdict(scenario),
+        "capacity_per_s": capacity_of(scenario),
+        "by_load": by_load,
+    }
 
 
 def show_results(found: dict[str, Any]) -> None:
@@ -135,10 +140,20 @@ def notes_of(found: dict[str, Any]) -> list[str]:
         f"x fixed: speed of a step over dedicated GPUs alone, with its 95 % interval (bootstrap, {len(seeds)} seeds).",
         "h: of the time of the GPUs that serve, computed for rollouts, training included; H*: the oracle's.",
         "in SLO: serving requests within TTFT and TPOT; worst: of the worst minute; P99: TTFT/TPOT.",
+        *_of_capacity(found),
         *(_OF_RUNS if len(found["scenario"]["runs"]["weights"]) > 1 else ()),
         *(_of_deaths(rows, found["scenario"]["failures"]) if any(row["deaths"]["mean"] for row in rows) else ()),
         f"The simulator's speed: {min(speeds):.0f} to {max(speeds):.0f} simulated seconds in one of a core, by arm.",
     ]
+
+
+def _of_capacity(found: dict[str, Any]) -> list[str]:
+    """Say what loads are parts of, where it was found and not given."""
+    serving, capacity = found["scenario"]["serving"], found["capacity_per_s"]
+    if serving["capacity_per_s"] or not capacity:
+        return []
+    rate = f"{capacity:.3g} requests a second of {serving['trace']} for each instance"
+    return [f"Load 1: {rate}, found: the most that keeps each objective for 99 of 100 while nothing is lent."]
 
 
 def _of_deaths(rows: Sequence[dict[str, Any]], failures: dict[str, Any]) -> list[str]:

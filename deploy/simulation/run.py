@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...fabric.contract.errors import FabricError
+from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.rules.serving.facts import Slo
 from ..replay.records import Arrival
 from ..replay.scale import at_rate
@@ -19,7 +19,8 @@ from .failing import Failures
 from .lending import Lender, Planned
 from .machine.books import Broken
 from .machine.bound import rollout_bound_s, spare
-from .machine.cost import Model, cheapest, kv_room_tokens, model_of
+from .machine.capacity import Instance
+from .machine.cost import Model, StepCost, cheapest, kv_room_tokens, model_of
 from .machine.serving import Served, served
 from .machine.tails import TailBatches
 from .machine.workload import KINDS, StepPlan, draw_step
@@ -29,6 +30,7 @@ from .timeline import Timeline
 from .training import StepTimes, Trainer
 
 LOAD_S_MAX = 3400.0  # of a trace; it is repeated
+TRIED_COUNT, TRIED_S_MIN = 50_000, 600.0  # of it, to find what an instance can serve
 ATTAINED_MIN = 0.99  # the bound is on what keeps the SLO: an arm that breaks it may have more
 SEEDS_APART = 1_000_003  # of what runs of one cluster draw
 TELL_S = 60.0  # simulated, between two words of how far it is
@@ -83,18 +85,74 @@ def load_of(scenario: Scenario, load: float, seed: int) -> tuple[list[Arrival], 
     Raises:
         ConfigError, InputError: the trace cannot be had.
     """
-    rate_per_s = load * scenario.serving.capacity_per_s * scenario.instances[1]
-    if not rate_per_s:
+    part = load * scenario.instances[1]
+    if not part:
         return [], 1.0
-    trace = _trace(scenario.serving.trace)
-    span_s = max(1.0, min(trace[-1].at_s, LOAD_S_MAX))
-    whole = [each for each in trace if each.at_s < span_s]
-    return at_rate(whole, rate_per_s, span_s=span_s, seed=seed), span_s
+    whole, span_s = _trace(scenario.serving.trace)
+    return at_rate(whole, part * capacity_of(scenario), span_s=span_s, seed=seed), span_s
 
 
 @lru_cache(maxsize=2)
-def _trace(name: str) -> list[Arrival]:
-    return read_trace(name, Part()).arrivals
+def _trace(name: str) -> tuple[list[Arrival], float]:
+    """Read the part of a trace that is repeated, and how long that is."""
+    arrivals = read_trace(name, Part()).arrivals
+    span_s = max(1.0, min(arrivals[-1].at_s, LOAD_S_MAX))
+    return [each for each in arrivals if each.at_s < span_s], span_s
+
+
+def capacity_of(scenario: Scenario) -> float:
+    """Return the requests per second that one instance can serve within the objectives: as the scenario says, or found;
+    0.0: nothing serves.
+
+    Raises:
+        ConfigError, InputError: it can serve none so, or the models do not fit, or the trace cannot be had.
+    """
+    serving = scenario.serving
+    if serving.capacity_per_s or not scenario.instances[1]:
+        return serving.capacity_per_s
+    (model, kv_tokens), trace = _serving(scenario), serving.trace
+    found, said = _capacity(trace, model.cost, kv_tokens, serving.ttft_ms, serving.tpot_ms)
+    if not found:
+        raise ConfigError(
+            f"{scenario.name}: 99 of 100 requests of {trace}, each alone on an instance of {serving.model}, {said}: "
+            f"[serving] ttft_ms = {serving.ttft_ms:g} and tpot_ms = {serving.tpot_ms:g} cannot be kept. Raise what is "
+            "too low, or give capacity_per_s, the requests a second that loads are parts of"
+        )
+    return found
+
+
+@lru_cache(maxsize=8)
+def _capacity(trace: str, cost: StepCost, kv_tokens: int, ttft_ms: float, tpot_ms: float) -> tuple[float, str]:
+    """Find it; and what latencies requests have that are alone, where it is 0."""
+    whole, span_s = _trace(trace)
+    instance = Instance(cost=cost, kv_tokens=kv_tokens, slo=Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms))
+
+    def load(rate: float) -> list[Arrival]:
+        part_s = min(span_s, max(TRIED_S_MIN, TRIED_COUNT / rate))
+        return at_rate([each for each in whole if each.at_s < part_s], rate, span_s=part_s, seed=0)
+
+    found = instance.capacity_per_s(load)
+    alone = None if found else instance.alone(whole)
+    if alone is None:
+        return found, ""
+    return (
+        found,
+        f"have their first token in {alone.ttft_ms_p99:.0f} ms and each later one in {alone.tpot_ms_p99:.0f} ms",
+    )
+
+
+def _serving(scenario: Scenario) -> tuple[Model, int]:
+    """Return the model of a serving instance, and the tokens that its KV cache has room for."""
+    model = _model(scenario, scenario.serving.model)
+    return model, int(_both_gb(scenario, model) * scenario.serving.kv_share * 1e9 / model.kv_bytes)
+
+
+def _both_gb(scenario: Scenario, serving: Model) -> float:
+    """Compute what the KV caches of serving and rollouts have together, on one instance with both models."""
+    cluster = scenario.cluster
+    rollout = _model(scenario, cluster.model)
+    tokens = kv_room_tokens(rollout, cluster.memory_gb, cluster.gpus_per_instance, serving.weight_gb)
+    return tokens * rollout.kv_bytes / 1e9
 
 
 def _model(scenario: Scenario, name: str, gpu: str = "") -> Model:
@@ -111,12 +169,12 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
     """
     cluster, serving = scenario.cluster, scenario.serving
     gpus = cluster.gpus_per_instance
-    rollout, other = (_model(scenario, name) for name in (cluster.model, serving.model))
+    rollout, (other, kv_serving) = _model(scenario, cluster.model), _serving(scenario)
     own, lendable = scenario.instances
     handed = scenario.static_count(load) if arm.is_static else 0
     kv_dedicated = kv_room_tokens(rollout, cluster.memory_gb, gpus)
     unlike = _model(scenario, cluster.model, cluster.other_gpu) if cluster.other else None
-    both_gb = kv_room_tokens(rollout, cluster.memory_gb, gpus, other.weight_gb) * rollout.kv_bytes / 1e9
+    kv_lent = int(_both_gb(scenario, other) * (1 - serving.kv_share) * 1e9 / rollout.kv_bytes)
     arrivals, load_s = load_of(scenario, 0.0 if arm.is_elsewhere else load, seed)
     offered = (serving.offered if serving.offered >= 0 else None) if arm.lends else 0
     return Setup(
@@ -126,8 +184,8 @@ def setup_of(scenario: Scenario, arm: Arm, load: float, seed: int) -> Setup:
         lendable=lendable - handed,
         slot_count=cluster.slots,
         kv_dedicated=kv_dedicated,
-        kv_lent=kv_dedicated if arm.is_whole else int(both_gb * (1 - serving.kv_share) * 1e9 / rollout.kv_bytes),
-        kv_serving=int(both_gb * serving.kv_share * 1e9 / other.kv_bytes),
+        kv_lent=kv_dedicated if arm.is_whole else kv_lent,
+        kv_serving=kv_serving,
         turn_tokens_max=KINDS[scenario.work.kind].turn_tokens_max,
         load=arrivals,
         load_s=load_s,

@@ -46,7 +46,8 @@ class ClusterPart:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPart:
-    """[serving]: what the lendable GPUs serve. loads: of capacity_per_s, which one instance can serve within the SLO.
+    """[serving]: what the lendable GPUs serve. loads: of capacity_per_s, which one instance can serve within the SLO;
+    0: as much of this trace as is found, by simulating one that lends nothing.
 
     kv_share: of the KV cache that two engines have room for together, serving's part. static: instances that the arm of
     this name hands over; -1: as many as leaves the others at 0.7 of their capacity, at most. offered: instances that
@@ -56,7 +57,7 @@ class ServingPart:
     model: str = "Qwen2.5-7B"
     trace: str = "azure-conv"
     loads: tuple[float, ...] = (0.25,)
-    capacity_per_s: float = 18.0
+    capacity_per_s: float = 0.0
     ttft_ms: float = 500.0
     tpot_ms: float = 150.0
     kv_share: float = 0.6
@@ -264,6 +265,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "simulation.hours_max": (0.01, 1000),
 }
 NOTHING = {  # what 0 means where it is out of bounds
+    "serving.capacity_per_s": ", or 0: it is found by simulating",
     "failures.hours_between": ", or 0: no worker dies",
     "failures.agent_hours_between": ", or 0: no agent dies",
     "failures.controller_hours_between": ", or 0: no controller dies",

@@ -22,7 +22,7 @@ SERVING_COST = model_of("Qwen2.5-7B", "h100", 1).cost
 SMALL = Scenario(
     name="small",
     cluster=ClusterPart(dedicated=1, serving=1, slots=4),
-    serving=ServingPart(loads=(0.25,)),
+    serving=ServingPart(loads=(0.25,), capacity_per_s=18.0),
     work=WorkPart(kind="frozenlake", groups=4, group_size=4, steps=1),
     trainer=TrainerPart(train_s=10.0),
 )

@@ -40,7 +40,7 @@ SLO = Slo(ttft_ms=500.0, tpot_ms=150.0)
 TIGHT = replace(  # two engines have 8 GB of KV cache between them
     CROWDED,
     cluster=replace(SMALL.cluster, slots=8, memory_gb=48.0),
-    serving=ServingPart(kv_share=0.4),
+    serving=ServingPart(kv_share=0.4, capacity_per_s=18.0),
 )
 
 
