@@ -64,6 +64,18 @@ def queue(quick: Quick = False, json: AsJson = False, url: Annotated[str | None,
     raise typer.Exit(bench_queue(quick=quick, json_output=json, url=url))
 
 
+@app.command("loads")
+def loads(
+    quick: Quick = False,
+    json: AsJson = False,
+    trace: Annotated[list[Path] | None, typer.Option(help="Of serving, in place of those drawn; repeat it.")] = None,
+) -> None:
+    """A simulated cluster under serving loads that nothing was tuned on: production's rules beside others."""
+    from .loads.main import bench_loads
+
+    raise typer.Exit(bench_loads(quick=quick, json_output=json, traces=trace or ()))
+
+
 @app.command("overhead")
 def overhead(
     quick: Quick = False,
