@@ -46,6 +46,7 @@ def register(app: typer.Typer) -> None:
         wanted = chosen(read_scenario(scenario), arms, seeds)
         if report is not None:
             _check_report(report)
+        wanted = with_load(wanted)
         timelines: dict[int, Any] = {}
         runs = run_all(wanted, None if report is None else timelines)
         found = results(wanted, runs)
@@ -64,11 +65,11 @@ def register(app: typer.Typer) -> None:
         ] = None,
         json: AsJson = False,
     ) -> None:
-        """Simulate how many serving GPUs are worth borrowing, and which step time to expect."""
+        """Simulate how many serving GPUs are worth borrowing, when, and which step time to expect."""
         from .plan import plan as made
         from .plan import show_plan
 
-        found = made(chosen(read_scenario(scenario), "", seeds))
+        found = made(with_load(chosen(read_scenario(scenario), "", seeds)))
         show_json(found) if json else show_plan(found)
 
 
@@ -122,20 +123,31 @@ def chosen(scenario: Scenario, arms: str, seed_count: int | None) -> Scenario:
     return wanted
 
 
+def with_load(scenario: Scenario) -> Scenario:
+    """Find what loads are parts of, and which one a trace as recorded is; a terminal shows that it takes a while.
+
+    Raises:
+        ConfigError, InputError: it cannot be found.
+    """
+    from .run import capacity_of, recorded
+
+    with progress(f"finding what an instance can serve of {scenario.serving.trace}"):
+        capacity_of(scenario)
+        return recorded(scenario)
+
+
 def run_all(scenario: Scenario, timelines: dict[int, Any] | None = None) -> list[Any]:
     """Simulate every arm on every seed at every load; a terminal shows how far it is.
 
     timelines: gets the time line of each arm's first seed, by the number of its run; None: none is kept.
     """
-    from .run import capacity_of, simulate
+    from .run import simulate
     from .timeline import Timeline
 
     part = scenario.simulation
     wanted = [(load, arm, seed) for load in scenario.serving.loads for arm in part.arms for seed in part.seeds]
     found: list[Any] = []
     with progress("simulating", unit="count", total=len(wanted)) as tell:
-        tell(0, len(wanted), f"finding what an instance can serve of {scenario.serving.trace}")
-        capacity_of(scenario)
         for load, arm, seed in wanted:
             timeline = Timeline() if timelines is not None and seed == part.seeds[0] else None
             if timelines is not None and timeline is not None:

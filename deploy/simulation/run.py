@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...fabric.contract.errors import ConfigError, FabricError
@@ -24,7 +24,7 @@ from .machine.cost import Model, StepCost, cheapest, kv_room_tokens, model_of
 from .machine.serving import Served, served
 from .machine.tails import TailBatches
 from .machine.workload import KINDS, StepPlan, draw_step
-from .scenario import Scenario
+from .scenario import LOAD_MAX, Scenario
 from .several import Shared, Sharing
 from .timeline import Timeline
 from .training import StepTimes, Trainer
@@ -88,14 +88,29 @@ def load_of(scenario: Scenario, load: float, seed: int) -> tuple[list[Arrival], 
     part = load * scenario.instances[1]
     if not part:
         return [], 1.0
-    whole, span_s = _trace(scenario.serving.trace)
-    return at_rate(whole, part * capacity_of(scenario), span_s=span_s, seed=seed), span_s
+    played, span_s = _played(scenario.serving.trace)
+    return at_rate(played, part * capacity_of(scenario), span_s=span_s, seed=seed), span_s
+
+
+def trace_of(scenario: Scenario) -> tuple[list[Arrival], float]:
+    """Return all requests of the trace, at the rate at which they were recorded, and how long it lasts.
+
+    Raises:
+        ConfigError, InputError: it cannot be had.
+    """
+    arrivals = _trace(scenario.serving.trace)
+    return arrivals, max(1.0, arrivals[-1].at_s)
 
 
 @lru_cache(maxsize=2)
-def _trace(name: str) -> tuple[list[Arrival], float]:
-    """Read the part of a trace that is repeated, and how long that is."""
-    arrivals = read_trace(name, Part()).arrivals
+def _trace(name: str) -> list[Arrival]:
+    return read_trace(name, Part()).arrivals
+
+
+@lru_cache(maxsize=2)
+def _played(name: str) -> tuple[list[Arrival], float]:
+    """Return the part of a trace that is played, again and again, and how long that is."""
+    arrivals = _trace(name)
     span_s = max(1.0, min(arrivals[-1].at_s, LOAD_S_MAX))
     return [each for each in arrivals if each.at_s < span_s], span_s
 
@@ -121,18 +136,38 @@ def capacity_of(scenario: Scenario) -> float:
     return found
 
 
+def recorded(scenario: Scenario) -> Scenario:
+    """Return a scenario whose load is the one at which its trace was recorded, if it asks for that.
+
+    Raises:
+        ConfigError, InputError: its instances cannot serve that, or the trace cannot be had.
+    """
+    serving, count = scenario.serving, scenario.instances[1]
+    if not (serving.as_recorded and count):
+        return scenario
+    arrivals, span_s = trace_of(scenario)
+    rate, capacity = len(arrivals) / span_s, capacity_of(scenario)
+    load = rate / (capacity * count)
+    if load > LOAD_MAX:
+        raise ConfigError(
+            f"{scenario.name}: {serving.trace} as recorded is {rate:.3g} requests a second, and {count} instances can "
+            f"serve {capacity * count:.3g}: {math.ceil(rate / capacity)} could serve it"
+        )
+    return replace(scenario, serving=replace(serving, loads=(float(f"{load:.3g}"),)))
+
+
 @lru_cache(maxsize=8)
 def _capacity(trace: str, cost: StepCost, kv_tokens: int, ttft_ms: float, tpot_ms: float) -> tuple[float, str]:
     """Find it; and what latencies requests have that are alone, where it is 0."""
-    whole, span_s = _trace(trace)
+    played, span_s = _played(trace)
     instance = Instance(cost=cost, kv_tokens=kv_tokens, slo=Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms))
 
     def load(rate: float) -> list[Arrival]:
         part_s = min(span_s, max(TRIED_S_MIN, TRIED_COUNT / rate))
-        return at_rate([each for each in whole if each.at_s < part_s], rate, span_s=part_s, seed=0)
+        return at_rate([each for each in played if each.at_s < part_s], rate, span_s=part_s, seed=0)
 
     found = instance.capacity_per_s(load)
-    alone = None if found else instance.alone(whole)
+    alone = None if found else instance.alone(played)
     if alone is None:
         return found, ""
     return (

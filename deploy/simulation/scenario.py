@@ -47,7 +47,8 @@ class ClusterPart:
 @dataclass(frozen=True, kw_only=True)
 class ServingPart:
     """[serving]: what the lendable GPUs serve. loads: of capacity_per_s, which one instance can serve within the SLO;
-    0: as much of this trace as is found, by simulating one that lends nothing.
+    0: as much of this trace as is found, by simulating one that lends nothing. as_recorded: the load is the trace's own
+    mean rate, for all instances together.
 
     kv_share: of the KV cache that two engines have room for together, serving's part. static: instances that the arm of
     this name hands over; -1: as many as leaves the others at 0.7 of their capacity, at most. offered: instances that
@@ -57,6 +58,7 @@ class ServingPart:
     model: str = "Qwen2.5-7B"
     trace: str = "azure-conv"
     loads: tuple[float, ...] = (0.25,)
+    as_recorded: bool = False
     capacity_per_s: float = 0.0
     ttft_ms: float = 500.0
     tpot_ms: float = 150.0
@@ -189,6 +191,8 @@ def read_scenario(source: str | Path) -> Scenario:
         elif key == "failures" and value.keys() <= {"back_s", "agents"}:
             mortal = "of a worker's deaths, nor agent_, controller_ or broker_hours_between"
             raise ConfigError(f"{name}: [failures] has no hours_between, {mortal}: without it nobody dies")
+        elif key == "serving" and value.get("as_recorded") is True and "loads" in value:
+            raise ConfigError(f"{name}: [serving] has loads, and as_recorded, which finds the load: give one of them")
         else:
             found[key] = _part(name, key, value)
     return checked(Scenario(**found), name)
@@ -229,7 +233,8 @@ def _value(where: str, like: Any, value: Any) -> Any:
     if isinstance(like, float) and type(value) is int:
         value = float(value)
     if type(value) is not type(like) or (isinstance(value, float) and not math.isfinite(value)):
-        kind = {"str": "a text", "int": "a whole number", "float": "a number"}[type(like).__name__]
+        kinds = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
+        kind = kinds[type(like).__name__]
         raise ConfigError(f"{where} is {told(value)}: expected {kind}")
     return value
 

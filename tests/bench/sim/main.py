@@ -65,6 +65,7 @@ def misses(found: dict[str, Any]) -> list[str]:
             for arm in (each for each in OURS if each in part["arms"]):
                 where = f"{name}, load {part['load']:g}, {arm}"
                 said += [f"{where}: {text}" for text in _misses(name, part, part["arms"][arm])]
+                said += [f"{where}: {text}" for text in _late(result["scenario"]["serving"], part, part["arms"][arm])]
     return said
 
 
@@ -84,6 +85,16 @@ def _misses(name: str, part: dict[str, Any], row: dict[str, Any]) -> list[str]:
     if least is not None and row["harvest_of_oracle"]["mean"] < least:
         said.append(f"{row['harvest_of_oracle']['mean']:.2f} of the oracle's harvest, {least:.2f} wanted")
     return said
+
+
+def _late(serving: dict[str, Any], part: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """Say which P99 is above its objective, where dedicated GPUs alone keep it."""
+    fixed, served = part["arms"]["fixed"]["served"], row["served"]
+    return [
+        f"P99 of {name.upper()} is {served[f'{name}_ms_p99']['mean']:.0f} ms, of {serving[f'{name}_ms']:g}"
+        for name in ("ttft", "tpot")
+        if served and fixed[f"{name}_ms_p99"]["mean"] <= serving[f"{name}_ms"] < served[f"{name}_ms_p99"]["mean"]
+    ]
 
 
 def print_table(report: Report) -> None:

@@ -14,20 +14,22 @@ from tests.support.simulated import SMALL, run
 
 def test_what_ours_misses_is_listed() -> None:
     two = replace(SMALL, simulation=SimulationPart(arms=("fixed", "ours"), seeds=(0,)))
-    part = results(two, [run("fixed"), run("ours")])["by_load"][0]
+    found = results(two, [run("fixed"), run("ours")])
+    part, scenario = found["by_load"][0], found["scenario"]
     ours = part["arms"]["ours"]
     ours["over_fixed"]["mean"], ours["harvest_of_oracle"]["mean"] = 1.0, 0.95
-    assert misses({"s10": {"by_load": [part]}}) == []
+    assert misses({"s10": {"by_load": [part], "scenario": scenario}}) == []
 
     worse: dict[str, Any] = deepcopy(part)
     ours = worse["arms"]["ours"]
     ours["over_fixed"]["mean"], ours["harvest_of_oracle"]["mean"] = 0.9, 0.3
     ours["served"]["attained"]["mean"], ours["served"]["worst_minute"]["mean"] = 0.99, 0.9
-    ours["wasted_fraction"]["mean"] = 0.05
-    assert misses({"s10": {"by_load": [worse]}}) == [
+    ours["wasted_fraction"]["mean"], ours["served"]["ttft_ms_p99"]["mean"] = 0.05, 612.3
+    assert misses({"s10": {"by_load": [worse], "scenario": scenario}}) == [
         "s10, load 0.25, ours: steps are 0.90 times as fast as on dedicated GPUs alone",
         "s10, load 0.25, ours: 1.00 points of attainment lost",
         "s10, load 0.25, ours: 0.900 attained in the worst minute",
         "s10, load 0.25, ours: 5.0% of tokens wasted",
         "s10, load 0.25, ours: 0.30 of the oracle's harvest, 0.93 wanted",
+        "s10, load 0.25, ours: P99 of TTFT is 612 ms, of 500",
     ]

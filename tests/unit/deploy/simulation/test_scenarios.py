@@ -16,7 +16,6 @@ from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.simulation.machine.bound import spare
 from rollfab.deploy.simulation.machine.cost import model_of
 from rollfab.deploy.simulation.machine.workload import draw_step
-from rollfab.deploy.simulation.plan import choose
 from rollfab.deploy.simulation.report import figure, speed_of
 from rollfab.deploy.simulation.scenario import SAMPLES, read_scenario
 from rollfab.fabric.contract.errors import ConfigError
@@ -79,6 +78,9 @@ def test_what_is_shipped_can_be_read(name: str) -> None:
         ("[work]\nkind = 2026-01-01", "kind is 2026-01-01: expected a text"),
         ("[work]\ngroups = true", "groups is true: expected a whole number"),
         ("[serving]\nloads = [2.5]", "loads [2.5], seeds [0, 1, 2, 3, 4]: expected"),
+        ("[serving]\nas_recorded = 1", "as_recorded is 1: expected true or false"),
+        ("[serving]\nas_recorded = true\nloads = [0.5]", "[serving] has loads, and as_recorded"),
+        ("[serving]\ncapacity_per_s = -1", "expected 0.01 to 1000, or 0: it is found by simulating"),
         ("name = 3", "name is 3: expected a text"),
     ],
 )
@@ -168,25 +170,6 @@ def test_how_often_workers_died_is_told_where_they_may(tmp_path: Path) -> None:
 def test_the_simulators_speed_is_over_all_seeds_of_an_arm() -> None:
     one = run("fixed")
     assert speed_of([replace(one, span_s=100.0, cpu_s=1.0), replace(one, span_s=500.0, cpu_s=2.0)]) == 200.0
-
-
-def test_a_plan_borrows_only_what_makes_steps_faster_and_keeps_the_promise() -> None:
-    def row(gpus: int, step_s: float, lost: float = 0.0) -> dict[str, Any]:
-        return {"gpus_lent": gpus, "step_s": {"mean": step_s}, "lost": lost}
-
-    assert choose([row(0, 100.0), row(4, 90.0), row(8, 89.5)])["gpus_lent"] == 4  # the last four gain too little
-    assert choose([row(0, 100.0), row(4, 90.0), row(8, 60.0, lost=0.01)])["gpus_lent"] == 4
-    assert choose([row(0, 100.0), row(4, 99.0)])["gpus_lent"] == 0
-
-
-def test_a_plan_lends_no_more_than_it_says(tmp_path: Path) -> None:
-    many = TINY.replace("groups = 2", "groups = 12")  # enough that the benefit gate lends
-    shown = CliRunner().invoke(app, ["plan", str(written(tmp_path, many)), "--seeds", "1", "--json"])
-    assert shown.exit_code == 0, shown.output
-    found = orjson.loads(shown.output)
-    assert [row["gpus_lent"] for row in found["rows"]] == [0, 1]
-    assert found["rows"][0]["harvested_tokens"]["mean"] == 0 < found["rows"][1]["harvested_tokens"]["mean"]
-    assert found["tag"].startswith("simulated")
 
 
 def test_an_arm_without_a_rule_for_several_runs_is_refused() -> None:
