@@ -96,7 +96,7 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def windows_of(arrivals: Sequence[Arrival], span_s: float, mean: float) -> list[Window]:
-    """Cut a trace into windows of some ten minutes or more, 24 at most, and tell their loads. mean: of the whole one."""
+    """Cut a trace into at most 24 windows of some ten minutes or more, with their loads. mean: of the whole."""
     number = max(1, min(WINDOW_COUNT_MAX, round(span_s / WINDOW_S)))
     width_s, counts = span_s / number, [0] * number
     for each in arrivals:

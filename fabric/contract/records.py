@@ -500,7 +500,8 @@ class WorkerInfo(Record):
     headroom_fraction: float | None = None
     """Distance to the SLO on a serving worker; null where nothing is measured."""
     load_fraction: float | None = None
-    """Of its device's time, what its serving engine needs to keep its objectives; null: not known."""
+    """Of its device's time, what its serving engine needs to keep its objectives, or of its KV cache what it holds, if
+    that is more; null: not known."""
     request_count: int | None = None
     """Requests that its serving engine has not answered yet; null: not known."""
     state: str = "ready"

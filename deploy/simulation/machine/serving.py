@@ -1,7 +1,7 @@
 """The serving engine of a simulated instance: continuous batching, and the probe by which a guard sees it.
 
 - Decodes first, then prompts first come, first served, in chunks. Every running request makes a token in every step.
-- It has no prefix cache. A prompt waits while its KV cache has no room for it and its answer.
+- It has no prefix cache. A prompt waits while its KV cache has no room for it and its answer; both count as used.
 - The probe is perfect and without delay. Of steps that are alike it shows one.
 """
 
@@ -162,7 +162,7 @@ class ServingSide:
                 ]
             ),
             running=tuple(running),
-            kv_used_tokens=self.context_tokens,
+            kv_used_tokens=self.reserved_tokens,
             kv_capacity_tokens=self.kv_tokens,
         )
 

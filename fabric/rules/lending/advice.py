@@ -25,7 +25,7 @@ from .capacity_facts import RunFacts, WorkerFacts, is_same_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceRule:
-    """Bounds of the advice. Loads are fractions of what a device can serve within the objectives."""
+    """Bounds of the advice. Loads are fractions of what a device can serve in time, or of its KV cache."""
 
     load_max_fraction: float = 0.75  # of a worker that carries: room for a long prompt that nobody expects
     load_spare_fraction: float = 0.65  # of a worker that carries, after others were spared

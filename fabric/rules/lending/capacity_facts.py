@@ -22,8 +22,8 @@ class WorkerFacts:
     is; 0: it lacks none. switch_s: what going to another run is; SWITCH_S_MAX while it does so; 0: not known.
     probe: what shows a serving engine to its guard; None: nothing is served beside it. shut_s: how long its guard has
     let nothing run. open_fraction: of the last seconds, in which it let rollouts run.
-    pool: whose requests it serves. load_fraction: of its device's time, what serving needs. request_count: those that
-    are not answered yet. None: not known.
+    pool: whose requests it serves. load_fraction: of its device's time or KV cache, what serving needs.
+    request_count: those that are not answered yet. None: not known.
     is_spared: its router sends it nothing (True), or what spared workers would get (False); None: nothing is advised,
     or the router does not follow.
     doubt_s: how long there has been a reason to take it back. withdrawn_s: how long ago it was taken back for the sake

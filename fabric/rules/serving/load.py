@@ -1,7 +1,8 @@
-"""Computes how much of a device's time its serving engine needs, if it serves just fast enough for its objectives.
+"""Computes how much of a device its serving engine needs, if it serves just fast enough for its objectives.
 
 An engine with a single request is inside a step all the time, so its busy time tells nothing. What it needs is the
-time of the prompts that arrive, of the tokens that they ask for, and of as many steps a second as were promised.
+time of the prompts that arrive, of the tokens that they ask for, and of as many steps a second as were promised. Where
+answers are long its KV cache is full before its time is: so what is held of that is a load as well.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Answers:
 def load_fraction(
     arrivals: Arrivals, answers: Answers, state: ServingState, now_s: float, model: StepModel, slo: Slo
 ) -> float | None:
-    """Compute the load of the last second or the last half minute, the higher one, as a fraction of the device's time.
+    """Compute the load of the last second or the last half minute, the higher one, as a fraction of the device's time;
+    or of the engine's KV cache, where more of that is held.
 
     Prompts that wait count with the time that they need, as a fraction of the objective: whatever made them wait.
 
@@ -51,4 +53,5 @@ def load_fraction(
     steps = base_s / (1e-3 * slo.tpot_ms * PACE)
     load = per_s * (prompt_s * arrivals.tokens_mean + answers.tokens_mean * token_s) + steps * min(1.0, per_s)
     waiting_s = prompt_s * sum(each.prefill_tokens for each in state.waiting)
-    return max(load, waiting_s / (1e-3 * slo.ttft_ms))
+    held = state.kv_used_tokens / state.kv_capacity_tokens if state.kv_capacity_tokens else 0.0
+    return max(load, waiting_s / (1e-3 * slo.ttft_ms), held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +25,12 @@ from rollfab.fabric.rules.queue.placement import NO_HOME, Homes
 from rollfab.fabric.rules.queue.room import KvRoom
 from rollfab.fabric.rules.serving.facts import RunningRequest, ServingState, Slo, StepWork, WaitingRequest
 from rollfab.fabric.rules.serving.guard import Allowance, GuardFacts, GuardRule
+from rollfab.fabric.rules.serving.load import load_fraction
 from rollfab.fabric.rules.serving.step_time import cold
 from rollfab.workers.rollout import yielding
 from rollfab.workers.serving.device import memory
 from rollfab.workers.serving.guarding import guard
+from tests.bench.loads.main import write_shape
 from tests.support.simulated import SMALL, arms, outcome, run
 from tests.support.tried import cases
 
@@ -199,6 +202,23 @@ def test_a_burst_reaches_the_instances_that_are_spared_and_is_late_if_it_does_no
     monkeypatch.setattr(lending, "extra_requests", lambda advice: dict.fromkeys(extra_requests(advice), 1_000_000))
     shunned = run("ours-advised", bursty, load=2.0)
     assert shunned.served and shunned.served.attained < 0.99
+
+
+def test_where_answers_are_long_no_more_instances_are_spared_than_their_caches_allow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trace = write_shape("long answers", tmp_path / "trace.csv")
+    cluster = replace(SPARE.cluster, memory_gb=52.0)  # a cache holds the requests of a hundred seconds, and few of them
+    tight = replace(SPARE, cluster=cluster, serving=ServingPart(trace=str(trace), kv_share=0.4))
+    found = run("ours-advised", tight, load=0.75)
+    assert found.served and found.served.ttft_ms_p99 < SLO.ttft_ms and found.served.attained > 0.99
+
+    def blind(arrivals: Any, answers: Any, state: ServingState, *others: Any) -> float | None:
+        return load_fraction(arrivals, answers, replace(state, kv_used_tokens=0), *others)
+
+    monkeypatch.setattr(guard, "load_fraction", blind)
+    late = run("ours-advised", tight, load=0.75)
+    assert late.served and late.served.attained < 0.5
 
 
 def facts(state: ServingState | None, **changes: Any) -> GuardFacts:

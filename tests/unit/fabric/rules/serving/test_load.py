@@ -48,6 +48,12 @@ def test_prompts_that_wait_count_with_the_time_they_have() -> None:
     assert load(1.0, piled) == pytest.approx(1.6)
 
 
+def test_what_is_held_of_the_cache_is_a_load_where_answers_are_long() -> None:
+    held = ServingState(seen_at_s=0.0, kv_used_tokens=60_000, kv_capacity_tokens=100_000)
+    assert load(1.0, held) == pytest.approx(0.6)
+    assert load(10.0, ServingState(seen_at_s=0.0, kv_used_tokens=10, kv_capacity_tokens=1000)) == load(10.0)
+
+
 def test_answers_are_known_from_the_first_and_follow_a_change() -> None:
     answers = Answers().noted(100)
     assert answers.tokens_mean == 100
