@@ -87,14 +87,13 @@ def _times(shape: str, dice: np.random.Generator) -> Iterator[float]:
 LENGTHS = {  # medians of prompts and answers, and their log-deviations
     "long prompts": (4000, 0.6, 150, 0.5),
     "long answers": (200, 0.8, 900, 0.9),
-    "short": (120, 0.8, 30, 0.8),
 }
 SHAPES = ("crowds", "on and off", "bursts", "tides", *LENGTHS)
 FULL = Size(
-    arms=("fixed", "async", "static", "share-all", "rose", "elastic", *OURS, "ours-tails"),
+    arms=("fixed", "static", "rose", "elastic", *OURS, "ours-tails"),
     shapes=SHAPES,
     loads=(0.25, 0.5, 0.75),
-    seeds=(0, 1),
+    seeds=(0,),
 )
 
 

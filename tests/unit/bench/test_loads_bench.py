@@ -14,6 +14,7 @@ from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.replay.scale import Load
 from rollfab.deploy.replay.traces import Part, read_trace
 from rollfab.deploy.simulation.run import capacity_of
+from rollfab.deploy.simulation.scenario import Scenario
 from tests.bench.loads.main import QUICK, RATE_PER_S, SHAPES, SPAN_S, faults, measure, under, write_shape
 
 
@@ -32,17 +33,20 @@ def test_a_shape_has_its_rate_and_differs_from_even_requests_as_it_says(shape: s
     prompt, answer = (
         np.median([getattr(each, name) for each in found]) for name in ("prompt_tokens", "completion_tokens")
     )
-    median = {"long prompts": (4000, 150), "long answers": (200, 900), "short": (120, 30)}.get(shape, (900, 130))
+    median = {"long prompts": (4000, 150), "long answers": (200, 900)}.get(shape, (900, 130))
     assert (prompt, answer) == (pytest.approx(median[0], rel=0.1), pytest.approx(median[1], rel=0.1))
 
 
 def test_objectives_are_such_that_requests_can_keep_them(tmp_path: Path) -> None:
-    usual = under(write_shape("short", tmp_path / "short.csv"))
-    assert (usual.serving.ttft_ms, usual.serving.tpot_ms) == (500, 150)
-    path = tmp_path / "long.csv"
-    path.write_text("t_s,input_tokens,output_tokens\n" + "".join(f"{second},60000,20\n" for second in range(100)))
-    assert under(path).serving.ttft_ms > 1500
-    assert capacity_of(under(path)) > 0
+    def scenario(prompt_tokens: int) -> Scenario:
+        path = tmp_path / f"{prompt_tokens}.csv"
+        rows = [f"{second},{prompt_tokens},20\n" for second in range(100)]
+        path.write_text("".join(["t_s,input_tokens,output_tokens\n", *rows]))
+        return under(path)
+
+    assert (scenario(200).serving.ttft_ms, scenario(200).serving.tpot_ms) == (500, 150)
+    assert scenario(60_000).serving.ttft_ms > 1500
+    assert capacity_of(scenario(60_000)) > 0
 
 
 def test_under_crowds_ours_is_faster_and_keeps_the_objectives() -> None:
