@@ -22,6 +22,7 @@ from starlette.responses import Response
 
 from ...fabric.contract.errors import (
     BrokerError,
+    BrokerFull,
     ClaimLost,
     ConfigError,
     EngineError,
@@ -174,8 +175,8 @@ def _of_fabric(error: FabricError, where: str) -> Problem:
     facts = {"route": where, "error": type(error).__name__, "message_text": one_line(error.message)[:500]}
     log.warning("gateway.request_failed", extra=facts)
     if isinstance(error, BrokerError):
-        text = "the fabric cannot be reached at the moment: try again"
-        return Problem(status=503, code="unavailable", message=text, retry_s=1)
+        why = "is at its memory limit" if isinstance(error, BrokerFull) else "does not answer"
+        return Problem(status=503, code="unavailable", message=f"the broker {why}: try again", retry_s=1)
     if isinstance(error, EngineError):
         step = WITHOUT_NUMBERS if error.facts.get("of_weights") else "try again"
         return Problem(status=502, code="engine_failed", message=f"the engine failed on this request: {step}")

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AGENT_CONNECTION_COUNT_MAX = 1024  # an agent waits at two places for each run that there is, and in each of its shards
+BROKER_WAIT_S = 20.0  # of a gateway's clients, until they are told to try again: a broker's restart takes less
 LEFTOVERS_S = 1.0
 STOP_S = 1.5  # to give back what is held, once asked to stop, before the broker is asked whether it is there
 ANSWER_S = 3.0  # for its answer; with STOP_S before and after it, less than a supervisor waits
@@ -273,7 +274,7 @@ def run_gateway(options: GatewayOptions) -> None:
         return
 
     async def serve(stop: asyncio.Event) -> None:
-        worker_id, clock, desk = _named(options, "gateway"), SystemClock(), Desk()
+        worker_id, clock, desk = _named(options, "gateway"), SystemClock(), Desk(broker_wait_s=BROKER_WAIT_S)
         config = AgentConfig(worker_id=worker_id, environment_count=options.session_count, hub_names=options.hub_names)
 
         def make_ask_reward() -> AskReward:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import os
 import secrets
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -38,7 +39,11 @@ class Desk:
     """See ports/sessions.py, Sessions."""
 
     def __init__(
-        self, listen: Callable[[], Awaitable[str]] | None = None, play_count_max: int = PLAY_COUNT_MAX
+        self,
+        listen: Callable[[], Awaitable[str]] | None = None,
+        play_count_max: int = PLAY_COUNT_MAX,
+        *,
+        broker_wait_s: float = math.inf,
     ) -> None:
         """Make a desk.
 
@@ -46,7 +51,9 @@ class Desk:
             listen: begins to serve the model API, and returns its address; called once, before the first agent plays.
                 None: agents that play have their own way to it.
             play_count_max: agents that may play in processes of this machine at once; others wait.
+            broker_wait_s: for which a client waits for a broker that does not answer, before it is told to try again.
         """
+        self.broker_wait_s = broker_wait_s
         self.places = asyncio.Semaphore(play_count_max)
         # A request of 8 MiB takes up to half a minute and, while it is tokenised, a GiB or two; nothing can break that
         # off. One at a time, as many as somebody sends, take neither the memory nor the threads that others need.

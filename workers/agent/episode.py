@@ -152,6 +152,8 @@ class TurnCaller:
         self._silent_since_s = 0.0  # on the event loop's clock; of use only while an episode waits
         self.heard_at_s = -math.inf
         """When the last turn came, on the event loop's clock."""
+        self.answered_at_s = -math.inf
+        """When the broker last answered to being asked for turns, which it is all the time; likewise on that clock."""
         self._asked: list[_Call] = []
         self._cancelled: list[TurnPush] = []
         self._has_asked = asyncio.Event()
@@ -274,7 +276,9 @@ class TurnCaller:
     async def receive(self) -> None:
         """Bring each result to the episode that waits for it; for ever."""
         while True:
-            for result in await self._turns.results(self.agent_id, 1.0):
+            results = await self._turns.results(self.agent_id, 1.0)
+            self.answered_at_s = asyncio.get_running_loop().time()
+            for result in results:
                 self._hear()
                 self.heard_at_s = self._silent_since_s
                 call = self._waiting.get(result.turn_id)
@@ -368,7 +372,7 @@ class Episode:
         with self._told("play"):
             chat = await self._chat()
         parts = (self._tokenizer, self._caller, self._limits.clock, desk.huge)
-        self.session = AgentSession(self._run, self._claim, chat, *parts)
+        self.session = AgentSession(self._run, self._claim, chat, *parts, broker_wait_s=desk.broker_wait_s)
         self._claim = replace(self._claim, turns=())
         async with desk.admitted(self.session) as access:
             played = await self._guard("play", lambda: world.play(load_json(dump_json(job.task)), job.seed, access))

@@ -6,6 +6,7 @@
 - Each completion is a turn. A turn of an earlier life of the agent, which another agent worker may have held, answers
   the first call that comes to the same context with the same settings: an agent that does the same again gets the same.
 - A call whose client has gone goes on for RETURN_S, as clients repeat what broke off; then its turns are cancelled.
+- Who waits while the broker is away is told so after a while, as a client that has gone: what it repeats goes on.
 - An answer that nobody received goes to the next call like it. One that was received is given again only where the
   client says that it repeats a call: else it wants another sample.
 - The run's own settings of sampling win over the client's.
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import xxhash
 
@@ -28,6 +30,7 @@ from ...fabric.chat.conversation import Answer, Ask, Conversation
 from ...fabric.chat.template import ChatTemplate
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import (
+    BrokerError,
     ClaimLost,
     EngineError,
     EngineUnsupported,
@@ -48,9 +51,12 @@ from ...fabric.ports.sessions import ERROR_LENGTH_MAX, Call, Completion, Reply, 
 from ..engines.admission import NO_NUMBERS, OVER_CONTEXT
 from ..environments.answers import BRIEF
 
+T = TypeVar("T")
+
 CALL_COUNT_MAX = 64  # at once, of one session; more wait for nothing but memory
 COMPLETION_COUNT_MAX = 128  # of one call, OpenAI's bound
 RETURN_S = 10.0  # the openai client repeats a call that broke off within 8 s
+AWAY_S = 3.0  # without an answer of the broker, which is asked for turns every second: then it is away
 HUGE = MIB  # bytes of a request: more waits for the one thread that all sessions of the process have for it
 REFUSAL_LENGTH_MAX = 500
 IDLE_S_MAX = 600.0  # without a call: an agent that runs a test suite in between takes minutes
@@ -63,6 +69,8 @@ class Caller(Protocol):
     def agent_id(self) -> str: ...
     async def ask(self, claim: TrajectoryClaim, job: TurnJob, files: Mapping[str, bytes]) -> TurnResult: ...
     def cancel(self, claim: TrajectoryClaim, job: TurnJob) -> None: ...
+    @property
+    def answered_at_s(self) -> float: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -106,8 +114,12 @@ class AgentSession:
         huge: Executor,
         *,
         idle_s_max: float = IDLE_S_MAX,
+        broker_wait_s: float = math.inf,
     ) -> None:
-        """huge: where requests above HUGE are rendered and tokenised."""
+        """Make a session.
+
+        huge: where requests above HUGE are rendered and tokenised. broker_wait_s: see Desk.
+        """
         self._run = run
         self._claim = claim
         self._chat = chat
@@ -116,6 +128,7 @@ class AgentSession:
         self._clock = clock
         self._huge = huge
         self._idle_s_max = idle_s_max
+        self._broker_wait_s = broker_wait_s
         self._conversation = Conversation(chat)
         self._given: dict[str, list[_Given]] = defaultdict(list)  # by digest, the newest last
         self._earlier: dict[str, deque[TurnResult]] = defaultdict(deque)  # settled in earlier lives, by context digest
@@ -212,7 +225,7 @@ class AgentSession:
             self._set_ending(info, error)
         check_same_end(self.facts, reward, error)
         is_void = self._ending.result().error is not None
-        if not await asyncio.shield(self._recorded) and not is_void:
+        if not await _answered(self._recorded, self._caller, self._broker_wait_s) and not is_void:
             raise self._over()
 
     def _set_ending(self, info: Mapping[str, Any] | None, error: str | None) -> None:
@@ -285,10 +298,11 @@ class AgentSession:
         """
         if not self._ending.done() or self._ending.cancelled():
             return None
-        facts, recorded, is_void = self.facts, self._recorded, self._ending.result().error is not None
+        facts, is_void = self.facts, self._ending.result().error is not None
+        waited = self._recorded, self._caller, self._broker_wait_s
 
         async def ask() -> SessionFacts | None:
-            return facts if await asyncio.shield(recorded) or is_void else None
+            return facts if await _answered(*waited) or is_void else None
 
         return ask
 
@@ -380,7 +394,7 @@ class AgentSession:
         loop = asyncio.get_running_loop()
         given.taker_count += 1
         try:
-            reply = await asyncio.shield(given.reply)
+            reply = await _answered(given.reply, self._caller, self._broker_wait_s)
         except asyncio.CancelledError:
             if given.reply.cancelled():
                 raise self._over() from None
@@ -396,6 +410,10 @@ class AgentSession:
 
     def _give_up(self, given: _Given) -> None:
         if given.taker_count or given.reply.done() or given.is_given_up:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() > self._caller.answered_at_s + AWAY_S:  # the time to come back begins as the broker is back
+            given.giving_up = loop.call_later(RETURN_S, self._give_up, given)
             return
         given.is_given_up = True
         for job in given.turns:
@@ -495,6 +513,22 @@ def all_asked_for(turn_count_max: int) -> QueueFull:
         "the run with a larger turn_count_max",
         is_final=True,
     )
+
+
+async def _answered(work: asyncio.Future[T], caller: Caller, broker_wait_s: float) -> T:
+    """Return what `work` comes to, which goes on if its caller leaves.
+
+    Raises:
+        BrokerError: the broker has not answered for that long, of this wait.
+    """
+    loop = asyncio.get_running_loop()
+    begun_s = loop.time()
+    while not work.done():
+        left_s = max(begun_s, caller.answered_at_s) + broker_wait_s - loop.time()
+        if left_s <= 0:
+            raise BrokerError(f"the broker has not answered for {broker_wait_s:g} s: ask again, which loses nothing")
+        await asyncio.wait([work], timeout=None if math.isinf(left_s) else left_s)
+    return work.result()
 
 
 def _has_failed_unseen(task: asyncio.Task[Reply]) -> None:

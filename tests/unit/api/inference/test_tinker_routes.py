@@ -187,7 +187,7 @@ async def test_processes_that_count_alike_in_one_session_each_get_what_they_ask_
     [
         (EngineUnsupported("no such thing"), "user", "no such thing"),
         (VersionUnmet("version 3 is over", head_version=5), "user", "version 3 is over"),
-        (BrokerError("redis://secret:6379 is gone"), "server", "cannot be reached"),
+        (BrokerError("redis://secret:6379 is gone"), "server", "does not answer"),
         (RuntimeError("a fault of ours, with a secret"), "server", "its log says more"),
     ],
 )

@@ -18,6 +18,7 @@ from rollfab.fabric.chat.conversation import Ask, Conversation
 from rollfab.fabric.chat.template import ChatTemplate
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import (
+    BrokerError,
     ClaimLost,
     EngineError,
     EngineUnsupported,
@@ -30,9 +31,12 @@ from rollfab.fabric.contract.records import Group, Lease, Rollout, RunConfig, Tu
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
 from rollfab.fabric.ports.sessions import Call, Opened, Reply
+from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
+from rollfab.fabric.queue.turns import RedisTurnQueue
 from rollfab.trainer.aio import make_groups
 from rollfab.workers.agent import desk as desk_module
 from rollfab.workers.agent import episode as episode_module
+from rollfab.workers.agent import keeper as keeper_module
 from rollfab.workers.agent import session as session_module
 from rollfab.workers.agent.desk import Desk, RemoteWorlds
 from rollfab.workers.agent.worker import AgentConfig, AgentWorker
@@ -83,11 +87,11 @@ class Gateway:
         await self.fabric.rollouts(self.run).push([group])
 
     @contextlib.asynccontextmanager
-    async def up(self, name: str = "a1") -> AsyncIterator[Desk]:
+    async def up(self, name: str = "a1", **settings: Any) -> AsyncIterator[Desk]:
         async def ask_reward(run_id: str, trajectory_id: str, fence: int, *, is_again: bool = False) -> None:
             await self.fabric.trajectories(self.run).score(trajectory_id, fence, 0.25)
 
-        desk = Desk()
+        desk = Desk(**settings)
         config = AgentConfig(worker_id=name, runs_s=0.01, renew_s=0.05)
         worker = AgentWorker(
             self.fabric,
@@ -262,6 +266,67 @@ async def test_a_call_that_nobody_waits_for_frees_its_worker(monkeypatch: pytest
         session.reward(0)
         await session.end()
         assert (await gateway.group()).rollouts[0].turn_count == 2
+
+
+class Switch:
+    """Takes the broker away from an agent's part of the fabric, and brings it back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_away = False
+        for queue, name in ((RedisTurnQueue, "push"), (RedisTurnQueue, "results"), (RedisTrajectoryQueue, "settle")):
+            monkeypatch.setattr(queue, name, self._switched(getattr(queue, name)))
+        monkeypatch.setattr(keeper_module, "BROKER_PAUSE_S", 0.01)
+
+    def _switched(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        async def asked(*values: Any, **named: Any) -> Any:
+            if self.is_away:
+                raise BrokerError("away")
+            return await ask(*values, **named)
+
+        return asked
+
+
+async def test_who_waits_while_the_broker_is_away_is_told_and_what_it_repeats_is_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_module, "RETURN_S", 0.01)
+    monkeypatch.setattr(session_module, "AWAY_S", 0.2)
+    broker, gateway, call = Switch(monkeypatch), Gateway(), Call(messages=[user("hi")])
+    await gateway.begin()
+    async with gateway.up(broker_wait_s=1.0) as desk:
+        one = await opened(desk)
+        # Given a call that waits for a broker which does not answer: its client is told to ask again
+        broker.is_away = True
+        with pytest.raises(BrokerError, match="has not answered for 1 s"):
+            await one.session.ask(call)
+        # When it comes back, though only after a while, then it gets the answer of the turn that it asked for first
+        await asyncio.sleep(0.1)
+        asking = asyncio.create_task(one.session.ask(dataclasses.replace(call, is_repeated=True)))
+        await asyncio.sleep(0)
+        broker.is_away = False
+        assert content(await asking) == ["hi/0"]
+        # And its end is told likewise, and is one
+        broker.is_away = True
+        with pytest.raises(BrokerError):
+            await one.session.end(reward=1)
+        with pytest.raises(BrokerError):
+            await desk.find_recorded(one.key)
+        broker.is_away = False
+        await one.session.end(reward=1)
+        (rollout,) = (await gateway.group()).rollouts
+    assert rollout.turn_count == len(gateway.jobs) == 1
+
+
+async def test_a_call_in_an_agent_worker_waits_until_the_broker_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "AWAY_S", 0.01)
+    broker = Switch(monkeypatch)
+    async with one_session() as (_, session):
+        broker.is_away = True
+        asking = asyncio.create_task(session.ask(Call(messages=[user("hi")])))
+        await asyncio.wait([asking], timeout=0.2)
+        assert not asking.done()
+        broker.is_away = False
+        assert content(await asking) == ["hi/0"]
 
 
 async def test_an_agent_that_does_the_same_again_gets_the_same_after_its_worker_was_lost() -> None:
