@@ -64,7 +64,7 @@ def _model_routes(door: Door) -> APIRouter:
 
     async def count_tokens(request: Request) -> Response:
         session = door.session_of(request, may_be_key=True)
-        with door.room():
+        async with door.room_for(request):
             sent = await request.body()
             body = Body(read_json(sent))
             call = read_count(body)
@@ -90,7 +90,7 @@ def _model_routes(door: Door) -> APIRouter:
 def _complete(door: Door, dialect: Dialect) -> Handler:
     async def complete(request: Request) -> Response:
         session = request.state.session = door.session_of(request, may_be_key=True)
-        with door.room():
+        async with door.room_for(request):
             sent = await request.body()
             body = Body(read_json(sent))
             asked = dialect.read(body)
@@ -114,7 +114,7 @@ def _session_routes(door: Door, sessions: Sessions, config: GatewayConfig) -> AP
 
     async def open_one(request: Request) -> Response:
         door.check_creator(request)
-        with door.room():
+        async with door.room_for(request):
             body = Body(read_json(await request.body()))
             run_id, wait_s = body.required("run", str), _wait(body)
             body.close()

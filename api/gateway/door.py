@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -88,6 +88,13 @@ class Door:
             yield
         finally:
             self._call_count -= 1
+
+    @asynccontextmanager
+    async def room_for(self, request: Request) -> AsyncIterator[None]:
+        """Hold room for one call once its body is there: one that arrives slowly takes none. Raises Refused."""
+        await request.body()
+        with self.room():
+            yield
 
     def _refusal(self, request: Request, key: str) -> Refused:
         is_guess = not KEY_FORM.fullmatch(key)

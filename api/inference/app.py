@@ -117,20 +117,20 @@ class _Routes:
         return answer({"status": "ok"})
 
     async def _generate(self, request: Request) -> Response:
-        with self._door.room():
+        async with self._door.room_for(request):
             asked = await read_body(request, vllm.read_generate)
             made = await self._made(request, asked.prompt)
         return answer(vllm.generated(asked, made, self._head(), asked.prompt.request_id or new_request_id()))
 
     async def _completions(self, request: Request) -> Response:
-        with self._door.room():
+        async with self._door.room_for(request):
             asked = await read_body(request, vllm.read_completions)
             made = await self._made(request, asked.prompt)
         name = asked.prompt.request_id or f"cmpl-{new_request_id()}"
         return answer(vllm.completed(asked, made, self._head(), name, await self._texts(made)))
 
     async def _sglang(self, request: Request) -> Response:
-        with self._door.room():
+        async with self._door.room_for(request):
             asked = await read_body(request, sglang.read_generate)
             asked = replace(asked, prompts=[_with_id(each) for each in asked.prompts])
             session = session_of(request)
@@ -150,7 +150,7 @@ class _Routes:
         return await asyncio.to_thread(self._inference.text_of, ids) if is_long else self._inference.text_of(ids)
 
     async def _detokenize(self, request: Request) -> Response:
-        with self._door.room():
+        async with self._door.room_for(request):
             ids = await read_body(request, partial(vllm.read_detokenize, self._inference.vocabulary_size))
             return answer({"prompt": await self._text(ids)})
 

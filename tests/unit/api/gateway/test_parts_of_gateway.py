@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,13 +16,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from rollfab.api.access.problems import Refused
+from rollfab.api.gateway.app import make_gateway
 from rollfab.api.gateway.config import GatewayConfig, check_gateway
 from rollfab.api.gateway.dialect import PART_COUNT, parts
 from rollfab.api.gateway.door import ADDRESS_COUNT_MAX, Door, Failures
 from rollfab.api.gateway.problems import ClientGone, anthropic_shape, openai_shape, problem_of
+from rollfab.api.inference.app import make_inference
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import ConfigError
-from tests.support.fake_sessions import FakeSessions
+from tests.support.fake_inference import FakeInference
+from tests.support.fake_sessions import KEY, FakeSessions
 
 CREATOR_KEY = "a-key-that-opens-sessions"
 
@@ -91,6 +98,40 @@ def test_calls_beyond_their_number_are_told_to_come_again() -> None:
         assert (problem.status, problem.code, problem.retry_s) == (429, "rate_limit_exceeded", 1)
     with door.room():
         pass
+
+
+ONE = GatewayConfig(creator_keys=(CREATOR_KEY,), call_count_max=1)
+
+
+@pytest.mark.parametrize(
+    ("app", "path", "key"),
+    [
+        (make_gateway(FakeSessions(), ONE), "/v1/chat/completions", KEY),
+        (make_gateway(FakeSessions(), ONE), "/v1/messages/count_tokens", KEY),
+        (make_gateway(FakeSessions(), ONE), "/sessions", CREATOR_KEY),
+        (make_inference(FakeInference(), ONE), "/inference/v1/generate", CREATOR_KEY),
+        (make_inference(FakeInference(), ONE), "/v1/completions", CREATOR_KEY),
+        (make_inference(FakeInference(), ONE), "/generate", CREATOR_KEY),
+        (make_inference(FakeInference(), ONE), "/detokenize", CREATOR_KEY),
+    ],
+)
+async def test_a_request_whose_body_is_not_there_yet_takes_no_room_from_another(app: Any, path: str, key: str) -> None:
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        begun.set()
+        await goes_on.wait()
+        yield b"}"
+
+    headers = {"authorization": f"Bearer {key}"}
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as client:
+        posting = asyncio.create_task(client.post(path, content=slow()))
+        await asyncio.wait_for(begun.wait(), 10.0)
+        other = await client.post(path, content=b"{}")
+        goes_on.set()
+        assert other.status_code == (await posting).status_code == 400  # what it asks for is missing: it had room
 
 
 @given(st.text())
