@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from ...fabric.contract.errors import FabricError, RunUnknown
+from ...fabric.contract.errors import FabricError, QueueFull, RunUnknown
 from ...fabric.contract.ids import check_name
 from ...fabric.contract.text import one_line
 from ...fabric.contract.wire import dump_json
@@ -112,13 +112,8 @@ def _add_groups(routes: APIRouter, runs: Runs) -> None:
     @routes.post("/groups/receive", response_model=Received, responses=FULL)
     async def receive(run_id: str, body: ReceiveRequest, request: Request) -> Response:
         """Wait for completed groups. Each is in the caller's hands until it is acknowledged, or its time ends."""
-        found: list[dict[str, Any]] = []
-        why = ""
         async with _using(runs, run_id) as run:
-            while len(found) < body.count and not why:
-                wait_s = 0.0 if found else body.wait_s
-                got = await _unless_gone(request, run, body.consumer, wait_s, body.hold_s)
-                why, found = (got, found) if isinstance(got, str) else ("", [*found, _row(*got)])
+            found, why = await _several(request, run, body)
         return _json({"groups": found, "why": "" if found else TRAINING.say(why, run_id)})
 
     @routes.post("/groups/stream", response_class=StreamingResponse, responses=STREAM)
@@ -217,13 +212,27 @@ def _add_weights(routes: APIRouter, runs: Runs, files: WeightFiles) -> None:
         return published[name]
 
 
-async def _unless_gone(request: Request, run: Run, consumer: str, wait_s: float, hold_s: float) -> Any:
-    """Wait for a group; one that comes when its client has gone goes back at once."""
-    got = await run.receipts.receive(consumer, wait_s, hold_s)
-    if not isinstance(got, str) and await request.is_disconnected():
-        run.receipts.give_back([got[0]])
-        return "the client has gone"
-    return got
+async def _several(request: Request, run: Run, body: ReceiveRequest) -> tuple[list[dict[str, Any]], str]:
+    """Wait for a group, and take others that are there; or say why none came.
+
+    What the client does not hear of goes back at once: it has gone, or is answered with an error.
+    """
+    found: list[dict[str, Any]] = []
+    why = ""
+    try:
+        while len(found) < body.count and not why:
+            got = await run.receipts.receive(body.consumer, 0.0 if found else body.wait_s, body.hold_s)
+            why, found = (got, found) if isinstance(got, str) else ("", [*found, _row(*got)])
+    except QueueFull:
+        if not found:
+            raise
+    except BaseException:
+        run.receipts.give_back([row["receipt"] for row in found])
+        raise
+    if found and await request.is_disconnected():
+        run.receipts.give_back([row["receipt"] for row in found])
+        return [], "the client has gone"
+    return found, why
 
 
 async def _events(run: Run, body: ReceiveRequest) -> AsyncIterator[bytes]:

@@ -220,25 +220,26 @@ class AgentSession:
         A client that repeats it, as its first request broke off, waits for the same.
         """
         if not self._ending.done() or self._ending.cancelled():
-            if reward is not None:
-                self.reward(reward)
-            self._set_ending(info, error)
+            self._set_ending(reward, info, error)
         check_same_end(self.facts, reward, error)
         is_void = self._ending.result().error is not None
         if not await _answered(self._recorded, self._caller, self._broker_wait_s) and not is_void:
             raise self._over()
 
-    def _set_ending(self, info: Mapping[str, Any] | None, error: str | None) -> None:
+    def _set_ending(self, reward: float | None, info: Mapping[str, Any] | None, error: str | None) -> None:
+        """End it, or raise with nothing changed."""
         self._check_open()
+        last = self._reward if reward is None else check_reward(reward, "the agent", InputError)
         check_size("info", dump_json(dict(info or {})), INFO_BYTES_MAX, next_step="say less in it")
         if error is None and not self._answer_count:
             raise InputError(f"the session would end {self._unanswered}: there is nothing to learn from")
-        if error is None and self._reward is None and self._run.reward is None:
+        if error is None and last is None and self._run.reward is None:
             raise InputError(
                 f"the session has no reward, and run {self._run.run_id} has no reward function: give one, or say the "
                 "error for which the attempt failed",
                 name="reward",
             )
+        self._reward = last
         self._ending.set_result(Ending(info=dict(info or {}), error=error and error[:ERROR_LENGTH_MAX]))
 
     # ---- the owner's side

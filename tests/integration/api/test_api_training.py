@@ -20,9 +20,10 @@ from rollfab.api.schemas.training import Received, ReceivedGroup
 from rollfab.api.training.ports import Runs
 from rollfab.api.training.routes import router
 from rollfab.api.training.uploads import WeightFiles
-from rollfab.fabric.contract.errors import InputError
+from rollfab.fabric.contract.errors import BrokerError, InputError
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.versions.reader import fetch_weights
+from rollfab.trainer import receipts
 from rollfab.trainer.aio import AsyncFabric
 from tests.support.processes.api_server import RUN, ApiWorld, running_api
 
@@ -459,6 +460,36 @@ async def test_an_api_without_a_directory_takes_no_weights_and_readers_consume_n
         for path, body in (("groups", {"tasks": [{}]}), ("groups/receive", {}), ("groups/stream", {})):
             assert (await api.http.post(f"{R1}/{path}", json=body, headers=reader)).status_code == 403
             assert (await api.http.post(f"{R1}/{path}", json=body)).status_code == 401
+
+
+async def test_groups_that_were_taken_before_a_refusal_are_handed_out_or_go_back(
+    api: ApiWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await post(api, f"{R1}/groups", tasks=[{}] * 2, group_ids=["a", "b"])
+    await play(api)
+    # Given a client with room for one group more; when it asks for two, it gets that one
+    monkeypatch.setattr(receipts, "HELD_COUNT_MAX", 1)
+    (row,) = (await receive(api, count=2))["groups"]
+    assert "1 groups are in hand" in (await post(api, f"{R1}/groups/receive", 429, wait_s=1.0))["message"]
+    monkeypatch.undo()
+    # Given that the broker goes away between the second group and the third
+    await post(api, f"{R1}/groups", tasks=[{}], group_ids=["c"])
+    await play(api)
+    take, taken = receipts.Receipts.receive, 0
+
+    async def away(self: receipts.Receipts, *wishes: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == 3:
+            raise BrokerError("away")
+        return await take(self, *wishes)
+
+    monkeypatch.setattr(receipts.Receipts, "receive", away)
+    await post(api, f"{R1}/groups/receive", 503, count=3, wait_s=2.0)
+    # Then the two come again to who asks next, long before their time would have ended
+    again = await receive(api, count=2, wait_s=10.0)
+    again["groups"] += (await receive(api, count=2, wait_s=0.1))["groups"]
+    assert sorted(each["group"]["group_id"] for each in [row, *again["groups"]]) == ["a", "b", "c"]
 
 
 async def test_a_client_that_leaves_loses_no_group(api: ApiWorld) -> None:

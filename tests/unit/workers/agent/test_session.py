@@ -27,6 +27,7 @@ from rollfab.fabric.contract.errors import (
     QueueFull,
     RunUnknown,
 )
+from rollfab.fabric.contract.limits import INFO_BYTES_MAX
 from rollfab.fabric.contract.records import Group, Lease, Rollout, RunConfig, TurnJob
 from rollfab.fabric.model.tokenizer import CharTokenizer
 from rollfab.fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
@@ -596,6 +597,21 @@ async def test_a_session_ends_with_calls_and_a_reward_or_says_why_it_failed() ->
         await session.end(error="the task's files are missing")
         (failure,) = (await gateway.group()).failures
     assert "its client says: the task's files are missing" in failure.reason
+
+
+async def test_an_end_that_is_refused_changes_nothing() -> None:
+    async with one_session() as (gateway, session):
+        with pytest.raises(InputError, match="without a call to the model"):
+            await session.end(reward=1)
+        assert session.facts.reward is None
+        await session.ask(Call(messages=[user("hi")]))
+        session.reward(0.25)
+        for wrong in ({"reward": float("nan")}, {"reward": 1, "info": {"text": "x" * INFO_BYTES_MAX}}):
+            with pytest.raises(InputError):
+                await session.end(**wrong)
+        assert session.facts.reward == 0.25
+        await session.end()
+        assert (await gateway.group()).rollouts[0].reward == 0.25
 
 
 async def test_who_lost_the_answer_to_its_end_may_ask_again_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
