@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -29,6 +28,7 @@ from ..fabric.contract.errors import ConfigError, InputError, WireError
 from ..fabric.contract.records import Failure, Group, Rollout, Side, nodes_from, spans_from
 from ..fabric.contract.sides import DTYPES
 from ..fabric.contract.wire import ARRAY_DTYPES, dump_json, load_json
+from ..fabric.host.directories import replacing
 from .checks import check_count_max, check_wait
 from .filters import Keep, check_refill, find_filter
 
@@ -83,16 +83,11 @@ def _column(pa: Any, kind: Any) -> Any:
 
 def _whole(path: Path, write: Callable[[Path], int]) -> int:
     """Let `write` write beside the path and return how many; the file gets its name once it is on the disk."""
-    new = path.with_name(path.name + ".new")
-    try:
+    with replacing(path) as new:
         count = write(new)
-        if count:
-            with new.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(new, path)
-        return count
-    finally:
-        new.unlink(missing_ok=True)
+        if not count:
+            new.unlink(missing_ok=True)
+    return count
 
 
 def read_groups(path: str | Path) -> Iterator[Group]:

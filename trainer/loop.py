@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +25,15 @@ from ..fabric.contract.errors import ConfigError, InputError, JobDead, QueueErro
 from ..fabric.contract.records import Group
 from ..fabric.contract.text import did_you_mean
 from ..fabric.contract.wire import dump_json
-from ..fabric.host.directories import make_directory
+from ..fabric.host.directories import make_directory, replacing
 from .client import Run, connect
 from .grpo import PRESETS, Grpo, GrpoSettings, build_model
 from .publish.publisher import PublishReport
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT, NEXT = "checkpoint.pt", "publishing.txt"
+CHECKPOINT, NEXT, SUMMARY = "checkpoint.pt", "publishing.txt", "summary.json"
+AGAIN = "make room, or change its permissions, and start the training again, which then only writes it"
 ANEW = "give --output another directory, or begin anew there: --fresh"
 REMEMBERED_GROUPS = 4096  # names of trained groups kept for telling a redelivery apart; far more than can be in flight
 GROUP_TIMEOUT_S = 300.0
@@ -110,15 +110,11 @@ class Checkpoint:
         self._replace(self._next, lambda new: new.write_text(str(version), "utf-8"))
 
     def _replace(self, path: Path, write: Callable[[Path], Any]) -> None:
-        waiting = path.with_suffix(".new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(waiting)
-            with waiting.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(waiting, path)
+            with replacing(path) as new:
+                write(new)
         except (OSError, RuntimeError) as error:  # torch says the latter of a disk that is full
-            waiting.unlink(missing_ok=True)
             raise self._unwritable(path, error) from error
 
     def _unwritable(self, path: Path, error: Exception) -> ConfigError:
@@ -423,7 +419,12 @@ def run_training(options: TrainOptions) -> dict[str, Any]:
 
         loop = TrainingLoop(run, settings, tasks, seed=options.seed, directory=directory, report=report)
         summary = summary_of(loop.train(), settings) | {"steps_before": loop.done_before}
-    (directory / "summary.json").write_bytes(dump_json(summary))
+    path = directory / SUMMARY
+    try:
+        with replacing(path) as new:
+            new.write_bytes(dump_json(summary))
+    except OSError as error:
+        raise ConfigError(f"the training is done, but {path} cannot be written ({error.strerror}): {AGAIN}") from error
     return summary
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...fabric.contract.text import counted
+from ...fabric.host.directories import replacing
 from ..cli.printing import Console, spark
 
 NEWS_COUNT = 8
@@ -191,5 +192,6 @@ def draw_curve(rewards: list[tuple[int, float]], path: Path, environment: str) -
     axes.set_title(f"{environment}: mean reward of the rollouts trained on")
     axes.grid(visible=True, alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path)
+    with replacing(path) as new:
+        figure.savefig(new, format="png")
     pyplot.close(figure)

@@ -178,7 +178,9 @@ def _load_notes(load: Workload) -> list[str]:
 
 @contextmanager
 def _written(path: Path | None) -> Iterator[Any]:
-    """Yield a function that writes there, and returns why it cannot; opens the file at once, before the replay.
+    """Yield a function that writes there, and returns why it cannot; opens a file at once, before the replay.
+
+    A plain file gets its name when all of it is written. What else is there, as a pipe, is written to as it is.
 
     Raises:
         InputError: it cannot.
@@ -186,8 +188,10 @@ def _written(path: Path | None) -> Iterator[Any]:
     if path is None:
         yield lambda data: ""
         return
+    is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
+    new = path.with_name(f"{path.name}.new") if is_plain else path
     try:
-        file = path.open("wb", buffering=0)
+        file = new.open("wb", buffering=0)
     except OSError as error:
         raise InputError(f"outcomes cannot be written to {path}: {error.strerror}") from error
 
@@ -196,12 +200,18 @@ def _written(path: Path | None) -> Iterator[Any]:
             rest = memoryview(data)
             while rest:
                 rest = rest[file.write(rest) :]
+            if is_plain:
+                new.replace(path)
         except OSError as error:
             return f"outcomes cannot be written to {path}: {error.strerror}"
         return ""
 
-    with file:
-        yield write
+    try:
+        with file:
+            yield write
+    finally:
+        if is_plain:
+            new.unlink(missing_ok=True)
 
 
 async def _replayed(load: Workload, server: Server, manner: Manner) -> tuple[list[Outcome], float, bool]:

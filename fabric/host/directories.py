@@ -101,6 +101,27 @@ def owner_only(path: str, flags: int) -> int:
     return handle
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a file beside this one to write to: once the block has ended and it is on the disk, it gets this one's name.
+
+    So nobody reads half a file under that name, and after a failure, or if nothing is written, the one before is as it
+    was.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        yield new
+        if new.exists():
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def write_private(path: Path, text: str, *, is_new: bool = False) -> None:
     """Write a file whole or not at all, never readable by other users, not for a moment.
 

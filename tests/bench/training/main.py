@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from rollfab.deploy.replay.figures import Report, number, show
+from rollfab.fabric.host.directories import replacing
 from rollfab.trainer.grpo import PRESETS
 
 from ..measure import run_bench
@@ -250,5 +251,6 @@ def draw(report: Report, path: Path) -> None:
         axes.legend(loc="lower right", fontsize=8)
         axes.grid(visible=True, alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    with replacing(path) as new:
+        figure.savefig(new, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

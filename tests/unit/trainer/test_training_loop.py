@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import math
 import os
 import shutil
@@ -17,11 +18,22 @@ import torch
 
 from rollfab.fabric.contract.errors import ConfigError, InputError, JobDead
 from rollfab.fabric.contract.records import RunConfig, Span
+from rollfab.fabric.contract.wire import load_json
 from rollfab.trainer import loop as module
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.client import Run, _Loop
 from rollfab.trainer.grpo import GrpoSettings
-from rollfab.trainer.loop import CHECKPOINT, LAST_COUNT, NEXT, Checkpoint, Progress, TrainingLoop, summary_of
+from rollfab.trainer.loop import (
+    CHECKPOINT,
+    LAST_COUNT,
+    NEXT,
+    Checkpoint,
+    Progress,
+    TrainingLoop,
+    TrainOptions,
+    run_training,
+    summary_of,
+)
 from tests.contracts.test_queue import letter_of
 from tests.standin.fabric import StandInFabric
 from tests.support.records import rollout_of
@@ -320,6 +332,43 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
     assert (tmp_path / CHECKPOINT).read_bytes() == before
     assert not [each for each in tmp_path.iterdir() if each.suffix == ".new"]
     assert played.train(tmp_path, 2).step == 2
+
+
+def test_a_summary_is_whole_or_is_not_there(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = GrpoSettings(group_count=2, group_size=2, step_count=1, epoch_count=1, staleness=0)
+    run = Run(played._loop, AsyncRun(played._fabric, CONFIG))  # type: ignore[arg-type]
+    fabric = mock.MagicMock()
+    fabric.__enter__.return_value.run.return_value = run
+    monkeypatch.setattr(module, "connect", lambda _: fabric)
+    monkeypatch.setattr(module, "tuned_for", lambda _: settings)
+    options = TrainOptions(
+        url="",
+        output=str(tmp_path),
+        environment="frozenlake",
+        run_id="r1",
+        reward=None,
+        steps=None,
+        seed=0,
+        is_fresh=False,
+    )
+    # Given that the disk fills as it is written
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        write(path, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(
+            ConfigError, match=r"summary\.json cannot be written \(No space left on device\): make room"
+        ):
+            run_training(options)
+    assert not list(tmp_path.glob("summary*"))
+    # Then the training that is started again has nothing to do but that
+    summary = run_training(options)
+    assert summary["steps_before"] == summary["steps"] == 1
+    assert load_json((tmp_path / "summary.json").read_bytes()) == summary
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_takes_the_place_of_the_one_before(

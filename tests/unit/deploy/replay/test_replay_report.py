@@ -6,6 +6,7 @@ import json
 import math
 from array import array
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollfab.deploy.replay.client import TokenStream
+from rollfab.deploy.replay.command import _written
 from rollfab.deploy.replay.figures import percentile
 from rollfab.deploy.replay.prompts import new_bodies
 from rollfab.deploy.replay.records import Arrival, Outcome, dump_outcomes
 from rollfab.deploy.replay.report import by_rank, measured, p99_interval
+from rollfab.fabric.contract.errors import InputError
 from rollfab.fabric.rules.serving.facts import Slo
 from tests.support.tried import tried
 
@@ -245,3 +248,28 @@ def test_a_request_asks_for_exactly_its_tokens_and_sends_no_seed() -> None:
     chat = new_bodies("m", endpoint="chat", vocabulary_size=50, prompt_tokens_max=9, seed=1)
     [message] = json.loads(chat.body(3, Arrival(0, 9, 17)))["messages"]
     assert message["content"].startswith("3 ") and len(message["content"].split()) == 10
+
+
+@pytest.mark.parametrize("before", [None, b"of another replay\n"])
+def test_outcomes_are_all_there_under_their_name_or_none(tmp_path: Path, before: bytes | None) -> None:
+    path = tmp_path / "outcomes.jsonl"
+    if before is not None:
+        path.write_bytes(before)
+    with pytest.raises(KeyboardInterrupt), _written(path):
+        raise KeyboardInterrupt  # the replay did not come to its end
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [before] * (before is not None)
+    with _written(path) as write:
+        assert write(b"all\n") == ""
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"all\n"]
+
+
+def test_outcomes_go_to_a_link_or_a_device_as_it_is(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "file")
+    with _written(link) as write:
+        assert write(b"all\n") == ""
+    assert link.is_symlink() and (tmp_path / "file").read_bytes() == b"all\n"
+    with _written(Path("/dev/full")) as write:
+        assert write(b"all\n") == "outcomes cannot be written to /dev/full: No space left on device"
+    with pytest.raises(InputError, match="outcomes cannot be written to"), _written(tmp_path / "none" / "x"):
+        pass

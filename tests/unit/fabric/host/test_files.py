@@ -1,4 +1,4 @@
-"""A file that somebody named is read if it is one, and not too large."""
+"""A file that somebody named is read if it is one, and not too large; one that is written is written whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
+from rollfab.fabric.host.directories import replacing
 from rollfab.fabric.host.files import read_regular
 
 
@@ -25,3 +26,22 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     assert read_regular(path, 100) == b"x" * 100
     with pytest.raises(ConfigError, match="has 100 bytes, and may have 99"):
         read_regular(path, 99)
+
+
+def test_a_file_is_replaced_by_a_whole_one_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("before")
+
+    def killed(new: Path) -> None:
+        new.write_text("half")
+        assert path.read_text() == "before"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), replacing(path) as new:
+        killed(new)
+    with replacing(path):
+        pass
+    assert path.read_text() == "before"
+    with replacing(path) as new:
+        new.write_text("after")
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("summary.json", "after")]
