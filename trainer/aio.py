@@ -74,7 +74,7 @@ from .checks import (
     make_groups,
     plain_facts,
 )
-from .evaluation import check_existing, check_same_weights, evaluation_of, goal_of, name_of
+from .evaluation import check_existing, check_same_weights, evaluation_of, goal_of, name_of, taken_up
 from .filters import Keep, Refill, check_refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .metrics import StepMeter
@@ -280,6 +280,8 @@ class AsyncFabric:
             if isinstance(error, VersionConflict):
                 await self._until_moved(name, held)
             raise _OpenedByOthers(error.message, **error.facts) from None
+        if existing is not None and held < 0:
+            _say_taken_up(name, taken_up(config, trained.config, settings))
         return evaluation
 
     async def _undo(self, existing: RunConfig | None, name: str, held: int) -> None:
@@ -404,6 +406,20 @@ def _say_reset(was: RunConfig, config: RunConfig, named: Collection[str]) -> Non
             config.run_id,
             ", ".join(lost),
             extra={"run_id": config.run_id},
+        )
+
+
+def _say_taken_up(name: str, settings: Mapping[str, Any]) -> None:
+    """Warn of settings that are of a call which made an evaluation, and ended before it had weights."""
+    if settings:
+        log.warning(
+            "run %r: %s: it was left without weights by a call that was interrupted, and has these settings of it, "
+            "which cannot change. To have others, give the evaluation a name, or delete it first: "
+            "`rollfab runs rm --run %s`",
+            name,
+            ", ".join(f"{each} is {value!r:.100}" for each, value in settings.items()),
+            name,
+            extra={"run_id": name},
         )
 
 

@@ -63,11 +63,21 @@ def evaluation_of(
         raise InputError(f"run {name!r}: staleness is {staleness!r}, of an evaluation it is 0: leave it out")
     if own is not None:
         fixed_now = {each: settings[each] for each in FIXED if each in settings}
-        check_same_run(own, replace(own, **fixed_now), "Give the evaluation that differs a name of its own")
+        step = f"Give the evaluation that differs a name of its own, or delete this one: `rollfab runs rm --run {name}`"
+        check_same_run(own, replace(own, **fixed_now), step)
     if own is not None and is_under_way:
         return replace(own, **settings)
     kept = {} if own is None else {each: getattr(own, each) for each in FIXED if each not in ("model", "dtype")}
     return replace(trained, **{"weight": SHARE * trained.weight, "staleness": 0, **kept, **settings}, run_id=name)
+
+
+def taken_up(config: RunConfig, trained: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an evaluation has of an earlier call, as it cannot change: not of its run, nor given now."""
+    return {
+        name: getattr(config, name)
+        for name in FIXED
+        if name not in settings and getattr(config, name) != getattr(trained, name)
+    }
 
 
 def check_existing(existing: RunConfig, trained: str) -> None:
