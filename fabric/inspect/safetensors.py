@@ -9,20 +9,23 @@ from __future__ import annotations
 import math
 import mmap
 import operator
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
-from ..contract.errors import InputError
-from ..contract.wire import dump_json, load_json
+from ..contract.errors import FabricError, InputError
+from ..contract.wire import dump_json
 from ..format.codec import Bits
 from ..format.layout import Layout, TensorSpec
 
 INDEX = "model.safetensors.index.json"  # which file has which tensor, where there are several
 FACTS = "__metadata__"  # of a file's header: texts by name, which are no tensors
+DAMAGED = "The file is damaged, cut off or of another format: copy, download or write it again"
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100 << 20  # the format's own limit
 NAMES = {
@@ -71,7 +74,7 @@ class StoredTensor:
         """
         spec = self.spec
         if self._length != spec.byte_count or self._begin + self._length > len(self._bytes):
-            raise InputError(f"{self.file}: tensor {self.name!r} is cut off", path=str(self.file))
+            raise InputError(f"{self.file}: tensor {self.name!r} is cut off. {DAMAGED}", path=str(self.file))
         return np.frombuffer(self._bytes, spec.bits_dtype, spec.element_count, self._begin)
 
 
@@ -111,12 +114,34 @@ def read_index(directory: Path) -> Index | None:
     try:
         if path.stat().st_size > HEADER_BYTES_MAX:
             raise ValueError(f"it is larger than {HEADER_BYTES_MAX:,} bytes")
-        found = load_json(path.read_bytes())
-        files = {str(name): str(file) for name, file in found["weight_map"].items()}
-        facts = found.get("metadata")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{path} cannot be read: {error}", path=str(path)) from error
+        found = _json_of(path.read_bytes())
+        if not isinstance(found, dict) or not isinstance(found.get("weight_map"), dict):
+            raise ValueError("it has no weight_map, which says where each tensor is")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}", path=str(path)) from error
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read: {error}. {DAMAGED}", path=str(path)) from error
+    facts = found.get("metadata")
+    files = {str(name): str(file) for name, file in found["weight_map"].items()}
     return Index(facts if isinstance(facts, dict) else {}, files)
+
+
+def _json_of(data: bytes) -> Any:
+    """Raises ValueError: it is no JSON; says where."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON from line {error.lineno}, column {error.colno} on") from error
+
+
+def damage_in(path: Path) -> str:
+    """Say which file of a checkpoint is damaged, and how; empty: none is found to be. For what a library refuses."""
+    try:
+        for tensor in open_checkpoint(path).values():
+            tensor.bits()
+    except FabricError as error:
+        return error.message
+    return ""
 
 
 def _files(path: Path) -> list[Path]:
@@ -145,15 +170,18 @@ def open_file(file: Path) -> tuple[list[StoredTensor], dict[str, Any]]:
     """
     try:
         with file.open("rb") as opened:
+            if not os.fstat(opened.fileno()).st_size:
+                raise ValueError("it is empty")
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         length = int.from_bytes(mapped[:LENGTH_BYTES], "little")
         if length > min(len(mapped), HEADER_BYTES_MAX):
             raise ValueError("its header is longer than the file")
-        header = load_json(mapped[LENGTH_BYTES : LENGTH_BYTES + length])
-        if not isinstance(header, dict):
+        if not isinstance(header := _json_of(mapped[LENGTH_BYTES : LENGTH_BYTES + length]), dict):
             raise ValueError("its header is no JSON object")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read as safetensors: {error}", path=str(file)) from error
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}", path=str(file)) from error
+    except ValueError as error:
+        raise InputError(f"{file} cannot be read as safetensors: {error}. {DAMAGED}", path=str(file)) from error
     start = LENGTH_BYTES + length
     facts = header.pop(FACTS, None)
     return [_tensor(file, mapped, start, *item) for item in header.items()], facts if isinstance(facts, dict) else {}
@@ -166,7 +194,7 @@ def _tensor(file: Path, mapped: mmap.mmap, start: int, name: str, entry: Any) ->
         if not 0 <= begin <= end or math.prod(shape) < 0:
             raise ValueError("it lies nowhere")
     except (TypeError, KeyError, ValueError) as error:
-        raise InputError(f"{file}: the entry of tensor {name!r} cannot be read", path=str(file)) from error
+        raise InputError(f"{file}: the entry of tensor {name!r} cannot be read. {DAMAGED}", path=str(file)) from error
     return StoredTensor(name, dtype, shape, file, mapped, start + begin, end - begin)
 
 

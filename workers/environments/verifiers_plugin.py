@@ -109,8 +109,11 @@ def _stated(name: str) -> dict[str, Any]:
         return {"taskset": {"id": name}}
     import tomllib
 
-    with open(name, "rb") as file:
-        written = tomllib.load(file)
+    try:
+        with open(name, "rb") as file:
+            written = tomllib.load(file)
+    except ValueError as error:
+        raise ValueError(f"{name} is no TOML: {error}") from error
     stated = written.get("env")
     stated = stated if isinstance(stated, dict) else {}
     chosen = stated.get("taskset")

@@ -7,16 +7,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ....fabric.chat.vision import FAMILIES
 from ....fabric.contract.errors import EngineError, EngineUnsupported
 from ....fabric.format.layout import Layout, TensorSpec
+from ....fabric.inspect.safetensors import DAMAGED, damage_in
 from ....fabric.model.presets import is_preset, model_config
 from ....fabric.versions.commit import COMMIT_THREAD_COUNT_MAX, write
 from ..base import Bits, Writes
@@ -43,6 +46,9 @@ def load_model(model: str, dtype: str, device: str) -> Any:
     try:
         loaded = _from_preset(model, torch_dtype) if is_preset(model) else _from_hub(model, torch_dtype)
         return loaded.to(device).eval().requires_grad_(False)
+    except SafetensorError as error:
+        why = damage_in(Path(model)) or f"one of its files cannot be read as safetensors. {DAMAGED}"
+        raise EngineError(f"model {model!r} can not be loaded: {why}", model=model) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise EngineError(f"model {model!r} can not be loaded on {device}: {error}", model=model) from error
 

@@ -176,8 +176,13 @@ def test_a_key_of_a_server_comes_by_its_variable_alone(started: list[Any], monke
         ("worker = 3", "worker is no table: write [worker]"),
         ("[agent]\na = 1\nb = 2\n[api]\nport = 70000", "expected 65535 or less"),
         ("[agent]\n" + "\n".join(f"a{n} = 1" for n in range(9)), "; and 1 more"),
-        ("[worker", "is no TOML: "),
-        ("\udcff", "is no TOML: "),
+        ("\n[worker", "is no TOML: line 2, its end: a table's name has no ] at its end. Mend the file there"),
+        (
+            "[worker]\nmodel = tiny",
+            "is no TOML: line 2, column 9: a value is missing, or is a text without quotes. Mend",
+        ),
+        ("[api]\nport = 1\nport = 2", "is no TOML: line 3, its end: a setting or table is there twice. Mend"),
+        ("[api]\n\udcff", "is no TOML: line 2 is no UTF-8 text: save the file as UTF-8"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_by_every_role_with_file_key_and_cause(

@@ -173,3 +173,20 @@ def test_checksums_of_another_package_need_it(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "blake3", None)
     with pytest.raises(ConfigError, match="pip install blake3"):
         open_delta(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        (b'{"weight_map": {\n "w"', "cannot be read: it is no JSON from line 2, column 5 on. The file is damaged, "),
+        (b"{}", "cannot be read: it has no weight_map, which says where each tensor is. The file is damaged, "),
+        (b'{"weight_map": ["w"]}', "cannot be read: it has no weight_map, "),
+    ],
+)
+def test_an_index_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path: Path, index: bytes, says: str) -> None:
+    (tmp_path / INDEX).write_bytes(index)
+    with pytest.raises(InputError) as refused:
+        open_checkpoint(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / INDEX} {says}")
+    with pytest.raises(InputError, match="none cannot be read: No such file or directory"):
+        open_checkpoint(tmp_path / "none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollfab.fabric.contract.errors import EngineUnsupported
+from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
 from rollfab.fabric.model.presets import model_config
+from rollfab.trainer.grpo import build_model
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
 from rollfab.workers.engines.transformers.model import ParameterStore, load_model
 from rollfab.workers.engines.transformers.options import LoopOptions
@@ -38,6 +40,32 @@ def test_a_commit_waits_for_the_device_that_it_wrote_to(monkeypatch: pytest.Monk
     # Then
     assert waited == [torch.device("cuda", 1)]
     assert model.weight.flatten().tolist() == values.tolist() and model.bias[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda whole: whole[: len(whole) // 2], r"tensor '.*' is cut off"),
+        (lambda whole: b"", "cannot be read as safetensors: it is empty"),
+        (lambda whole: b"not a checkpoint", "cannot be read as safetensors: its header is longer than the file"),
+        (
+            lambda whole: whole[:8] + b"x" * 10_000,
+            "cannot be read as safetensors: it is no JSON from line 1, column 1 on",
+        ),
+        (lambda whole: whole + b"more", "one of its files cannot be read as safetensors"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_with_what_to_do(
+    tmp_path: Path, damage: Callable[[bytes], bytes], says: str
+) -> None:
+    build_model("tiny").save_pretrained(tmp_path)  # type: ignore[operator]
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(
+        EngineError, match=f"{says}. The file is damaged, .*: copy, download or write it again"
+    ) as refused:
+        load_model(str(tmp_path), "float32", "cpu")
+    assert str(file) in str(refused.value) or says.startswith("one of")
 
 
 def test_a_quantised_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
