@@ -100,19 +100,25 @@ def _switched(row: dict[str, Any]) -> list[str]:
 
 
 def _setting(row: dict[str, Any]) -> str:
-    bounds = [row["mode"]]
-    if row["slot_count_max"] is not None:
-        bounds.append(f"at most {counted(row['slot_count_max'], 'slot')}")
-    for name, what in (("compute", "compute"), ("memory", "KV cache")):
-        share = row[f"{name}_fraction_max"]
-        if share is not None:
-            bounds.append(f"at most {share:.0%} of {what}")
-    bounds += [f"{text} UTC" for text in row["hours"]]
+    bounds = [row["mode"], *_bounds(row)]
     if row["mode"] == "on" and row["names"]:
         bounds.append("of " + ", ".join(map(subject_text, row["names"])))
     at = datetime.datetime.fromtimestamp(row["said_at_ms"] / 1000, datetime.UTC)
     who = f"  (said by {row['said_by']}, {at:%Y-%m-%d %H:%M:%S} UTC)" if row["said_by"] else ""
     return ", ".join(bounds) + (f"  {row['reason']}" if row["reason"] else "") + who
+
+
+def _bounds(row: dict[str, Any]) -> list[str]:
+    """Write the caps and hours of a setting, or of an event that tells of one: an event may hold anything."""
+    found, slots = [], row.get("slot_count_max")
+    if isinstance(slots, int):
+        found.append(f"at most {counted(slots, 'slot')}")
+    for name, what in (("compute", "compute"), ("memory", "KV cache")):
+        share = row.get(f"{name}_fraction_max")
+        if isinstance(share, int | float):
+            found.append(f"at most {share:.0%} of {what}")
+    hours = row.get("hours")
+    return [*found, *(f"{text} UTC" for text in (hours if isinstance(hours, list) else []))]
 
 
 def _worker(row: dict[str, Any]) -> list[str]:
@@ -159,8 +165,7 @@ def draw_log(seen: dict[str, Any]) -> Group:
 def _how(facts: dict[str, Any]) -> str:
     if "value" not in facts:
         return f"{counted(facts.get('slot_count', 0), 'slot')} for {facts.get('run_id', '')}"
-    bounds = [f"{name.split('_')[0]} {facts[name]}" for name in facts if name.endswith("_max")]
-    return ", ".join([str(facts["value"]), *bounds, *map(str, facts.get("hours", []))])
+    return ", ".join([str(facts["value"]), *_bounds(facts)])
 
 
 def draw_report(seen: dict[str, Any]) -> Group:

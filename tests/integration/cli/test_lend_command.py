@@ -235,6 +235,16 @@ async def test_the_log_tells_who_switched_what_and_why_and_what_was_lent(desk: D
     assert "@" in events[0]["facts"]["said_by"]
     assert [each["kind"] for each in (await desk.json("log", "--count", "1"))["events"]] == ["lend.switched"]
     assert "trial" in await desk.run("log")
+    # And bounds are told as the status tells them, whatever an event holds in their place
+    await desk.run(
+        "limit", "--worker", "w1", "--slots", "1", "--compute", "0.3", "--memory", "0.25", "--hours", "22:00-06:00"
+    )
+    for cap, hours in (("many", None), (None, 7)):
+        facts = {"worker_id": "w1", "value": "on", "slot_count_max": cap, "compute_fraction_max": cap, "hours": hours}
+        await board.add_event("lend.switched", facts)
+    told = " ".join((await desk.run("log")).split())
+    assert "w1: off, at most 1 slot, at most 30% of compute, at most 25% of KV cache, 22:00-06:00 UTC by" in told
+    assert told.count("w1: on") == 2
 
 
 async def test_the_log_goes_through_a_bounded_number_of_the_newest_events(desk: Desk) -> None:
