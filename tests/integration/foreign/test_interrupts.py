@@ -318,6 +318,33 @@ def test_a_broker_that_waits_for_its_directory_ends_with_130_when_it_is_interrup
     assert process.returncode == 130
 
 
+BENCH = """
+import asyncio, tempfile
+from rollfab.__main__ import main
+from tests.bench import cli
+
+@cli.app.command("endless")
+def endless() -> None:
+    with tempfile.TemporaryDirectory(prefix="rollfab-bench-") as name:
+        print(name, flush=True)
+        asyncio.run(asyncio.sleep(100))
+
+main()
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_bench_that_is_ended_leaves_nothing_behind(tmp_path: Path, how: signal.Signals, status: int) -> None:
+    _, environment = command(PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(ROOT)]), TMPDIR=str(tmp_path))
+    line = [sys.executable, "-c", BENCH, "bench", "endless"]
+    with subprocess.Popen(line, env=environment, stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith(str(tmp_path))
+        process.send_signal(how)
+        assert process.communicate(timeout=100) == ("", "")
+    assert (process.returncode, list(tmp_path.iterdir())) == (status, [])
+
+
 @pytest.mark.fault
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
