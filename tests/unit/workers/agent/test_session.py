@@ -141,7 +141,7 @@ class Gateway:
 
 
 async def opened(desk: Desk) -> Opened:
-    return await desk.open("r1", wait_s=5.0)
+    return await desk.open("r1", wait_s=30.0)
 
 
 @contextlib.asynccontextmanager
