@@ -39,6 +39,7 @@ SETTINGS = frozenset(
         "username",
     }
 )
+SEVERAL = "it names several hosts: nodes of a cluster are given as redis+cluster://host:port,host:port"
 CERT_REQS = ("required", "optional", "none")
 SETTINGS_TLS = frozenset(
     {
@@ -93,7 +94,7 @@ def resolve_url(url: str | None) -> str | None:
     if not (url := url.strip()):
         return None
     parts = _split(url)
-    fault = UNREADABLE if parts is None else _fault(parts)
+    fault = _unreadable(url) if parts is None else _fault(parts)
     if fault:
         raise ConfigError(f"the broker URL {mask_url(url)} is not usable: {fault}; {FORM}", url=mask_url(url))
     return url
@@ -168,6 +169,12 @@ def _split(url: str) -> SplitResult | None:
     return None if "@" in parts.path + parts.query and not parts.netloc.count("@") else parts
 
 
+def _unreadable(url: str) -> str:
+    """Say why a URL cannot be taken apart: of several hosts without +cluster, all but the first look like a port."""
+    scheme, _, rest = url.partition("://")
+    return SEVERAL if "+" not in scheme and "," in rest.rpartition("@")[2].partition("/")[0] else UNREADABLE
+
+
 def _hosts(parts: SplitResult) -> tuple[Address, ...]:
     """The hosts of a URL; several only where its scheme allows for them. Raises ValueError."""
     if parts.scheme == "unix":
@@ -192,10 +199,13 @@ def _fault(parts: SplitResult) -> str:
         return "it holds a '#' (percent-encode it as %23 in a password)"
     if parts.scheme == "unix" and not parts.path.startswith("/"):
         return "it names no socket path"
+    hosts = parts.netloc.rpartition("@")[2]
     if parts.scheme != "unix" and not all(host for host, _ in _hosts(parts)):
-        return "it names no host"
-    if "+" not in parts.scheme and "," in parts.netloc.rpartition("@")[2]:
-        return "it names several hosts: nodes of a cluster are given as redis+cluster://"
+        return "a host is missing beside one of its commas" if "," in hosts else "it names no host"
+    if "+" not in parts.scheme and "," in hosts:
+        return SEVERAL
+    if hosts.endswith(":") and parts.path.startswith("//"):
+        return "it names a scheme twice: hosts after the first have a comma before them, and no scheme"
     if parts.scheme.endswith("+sentinel") and not parts.path.strip("/"):
         return "it names no service: the name of the primary at its sentinels follows the hosts, as in …:26379/service"
     return _fault_of_settings(parts)
