@@ -19,7 +19,7 @@ from .patience import Patience, PatientRetry, may_pass, pause_s
 from .pools import NamedPool, Pools
 from .routes import is_blocking, slots_of
 from .topology import Topology
-from .translate import translate
+from .translate import note_node, translate
 from .typed import TypedClient
 from .url import Address, shown
 
@@ -226,6 +226,7 @@ class _Errand:
         except LOST as error:
             answers = [error] * len(commands)
         for index, answer in zip(part, answers[1::2] if is_asking else answers, strict=True):
+            note_node(answer, address)
             self._answers[index] = answer
 
     def _unsettled(self, parts: Sequence[Sequence[int]]) -> list[int]:

@@ -18,7 +18,7 @@ import redis.asyncio
 from redis import exceptions
 
 from ...contract.errors import BrokerError, BrokerFull, FabricError
-from .url import shown
+from .url import Address, shown
 
 OWN_USER = (
     "give each role the URL of its own user, which its environment file holds; if it has that, write the ACL file "
@@ -137,6 +137,7 @@ TEXTS: tuple[tuple[str, str, str], ...] = (
 CONNECTING = re.compile(r"connecting to (\S+?)[.:]? ")  # in redis-py's words for a connection that fails
 # What redis-py puts around an answer in a pipeline: its command, whose words are a key's and a caller's.
 IN_PIPELINE = re.compile(r"^Command # \d+ \(.*\) of pipeline caused error: \((['\"])(?P<said>.*)\1,\)$", re.DOTALL)
+NODE = "node"  # attribute of an answer that is an error
 TIMEOUT = "did not answer in time ({cause}): is it overloaded, stopped, or behind a firewall?"
 TIMEOUT_TLS = TIMEOUT + " Does it speak TLS on this port? If not, use redis://"
 LOST_TLS = (
@@ -180,6 +181,12 @@ async def answers_of(pipeline: Any) -> list[Any]:
     return answers
 
 
+def note_node(answer: Any, address: Address) -> None:
+    """Have the text of an error name the node of a cluster that answered so; what is no error is left as it is."""
+    if isinstance(answer, Exception):
+        vars(answer)[NODE] = shown(address)
+
+
 def broker_name(client: redis.asyncio.Redis) -> str:
     """Return where a client leads, as a URL without user, password or settings."""
     pool: Any = client.connection_pool
@@ -198,8 +205,11 @@ def name_of(options: Mapping[str, Any], *, is_tls: bool) -> str:
 def translated(error: exceptions.RedisError, client: redis.asyncio.Redis | None = None) -> FabricError:
     """Say a library's error in our words, for who only writes it down."""
     name = "" if client is None else broker_name(client)
+    node = vars(error).get(NODE)
     reason, text, cause = _explain(error, is_tls=client is not None and _is_tls(client))
     kind = BrokerFull if reason == "full" else BrokerError
+    if node:
+        return kind(f"the broker at {node} {text.format(cause=cause)}", broker=node, reason=reason)
     if not name and (found := CONNECTING.search(str(error))) is not None and "{cause}" not in text:
         return kind(f"the broker at {found[1]} {text}", broker=found[1], reason=reason)
     return kind(f"the broker{' ' if name else ''}{name} {text.format(cause=cause)}", broker=name, reason=reason)

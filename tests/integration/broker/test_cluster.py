@@ -13,12 +13,13 @@ from redis.crc import key_slot
 from rollfab.fabric.broker.clients.cluster_client import ClusterClient
 from rollfab.fabric.broker.clients.waiting import first_found
 from rollfab.fabric.broker.connection import check_broker, open_broker
-from rollfab.fabric.contract.errors import BrokerError, ConfigError
+from rollfab.fabric.contract.errors import BrokerError, BrokerFull, ConfigError
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.queue.board import RedisLeaseBoard
 from rollfab.fabric.queue.keys import CONSUMER_GROUP_TRAINER, RunShards
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
+from rollfab.trainer.aio import AsyncRun
 from rollfab.workers.rewards.jobs import check_queue, enqueue, open_queue
 from tests.support.brokers.port_life import Life
 from tests.support.brokers.redis_cluster import RedisCluster, redis_cluster
@@ -73,6 +74,30 @@ async def test_one_unfit_node_makes_the_cluster_unfit(cluster: RedisCluster, cli
     finally:
         ask(bad, "CONFIG", "SET", "maxmemory-policy", "noeviction")
     await check_broker(client)
+
+
+async def test_a_node_that_is_full_is_named_and_the_others_take_what_is_theirs(cluster: RedisCluster) -> None:
+    # Given a run on all nodes, of which one has no room left
+    cluster.flush()
+    full = cluster.primaries[1]
+    async with await RedisFabric.open(cluster.url, client_name="test") as fabric:
+        await fabric.board.create_run(RUN)
+        run = AsyncRun(fabric, RUN)
+        names = [f"g{index}" for index in range(24)]
+        ask(full, "CONFIG", "SET", "maxmemory", "1")
+        # When its trainer pushes
+        try:
+            with pytest.raises(
+                BrokerFull, match=rf"the broker at 127\.0\.0\.1:{full.port} is at its memory limit"
+            ) as caught:
+                await run.submit([{}] * len(names), group_size=1, group_ids=names)
+        finally:
+            ask(full, "CONFIG", "SET", "maxmemory", "0")
+        # Then the error says where there is no room, and what is in
+        facts = caught.value.facts
+        assert facts["broker"] == f"127.0.0.1:{full.port}"
+        assert facts["taken"] and facts["refused"] and sorted(facts["taken"] + facts["refused"]) == sorted(names)
+        assert await run.submit([{}] * len(names), group_size=1, group_ids=names) == names
 
 
 async def test_a_cluster_without_slots_says_so(tmp_path: Path) -> None:
