@@ -40,13 +40,21 @@ export function at(parts, wishes = {}) {
 
 async function send(path, options) {
   const key = sessionStorage.getItem(KEY);
-  if (key && NO_KEY.test(key)) throw new ApiError(401, "this key is not known here: it is cut, or more than a key");
+  if (key && NO_KEY.test(key)) throw new ApiError(401, `this key is not known here, it is cut or more than a key: ${GIVE}`);
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
   try {
     return await fetch(new URL(path, ROOT), { ...options, headers, cache: "no-store" });
   } catch (error) {
     throw unreached(error);
   }
+}
+
+const GIVE = "give one with the button Key, above";
+
+/** The error for an answer that refuses. Of keys the api tells who sends headers what to do; here somebody looks at a page. */
+function refused(status, body) {
+  if (status !== 401) return new ApiError(status, body.message ?? `it answered ${status}`);
+  return new ApiError(status, `${hasKey() ? "this key is not known here" : "a key is needed"}: ${GIVE}`);
 }
 
 const unreached = (error) =>
@@ -61,7 +69,7 @@ export async function ask(path, options = {}) {
     if (!(error instanceof SyntaxError)) throw unreached(error); // it broke off, or stood still, in mid-answer
     throw new ApiError(answer.status, `it answered ${answer.status} with something that is not JSON`);
   }
-  if (!answer.ok) throw new ApiError(answer.status, body.message ?? `it answered ${answer.status}`);
+  if (!answer.ok) throw refused(answer.status, body);
   return body;
 }
 
@@ -71,10 +79,7 @@ export const tell = (path, body) =>
 /** Server-sent events after an id, each as soon as it comes, none when it begins, until `signal`; a key fits into no EventSource. */
 export async function follow(after, signal, take) {
   const answer = await send(at(["events"], { after }), { signal });
-  if (!answer.ok) {
-    const body = await answer.json().catch(() => ({}));
-    throw new ApiError(answer.status, body.message ?? `it answered ${answer.status}`);
-  }
+  if (!answer.ok) throw refused(answer.status, await answer.json().catch(() => ({})));
   take([]);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {

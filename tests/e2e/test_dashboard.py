@@ -359,8 +359,26 @@ async def test_an_address_with_a_key_that_is_none_says_so(broker_url: str, brows
     async with running_api(broker_url, control_keys=(new_key(),)) as api:
         page = await browser.open(f"{api.url}#key={key}")
         await page.wait_text("#banner", "this key is not known here")
+        await page.wait_text("#banner", ": give one with the button Key, above.")
         await page.wait_text("#key-button", "Key")
         await page.wait_value("location.href", api.url)
+
+
+async def test_a_key_that_was_changed_while_the_page_is_open_is_asked_for_by_the_button(
+    broker_url: str, browser: Browser
+) -> None:
+    first, second = new_key(), new_key()
+    async with running_api(broker_url, control_keys=(first,)) as api:
+        page = await browser.open(f"{api.url}#key={first}")
+        await page.wait_text("#state", "not ready")
+    async with running_api(broker_url, control_keys=(second,), port=int(api.url.rstrip("/").rpartition(":")[2])):
+        await page.wait_text(
+            "#banner", "this key is not known here: give one with the button Key, above. What you see is"
+        )
+        await page.click("#key-button")
+        await page.type("#key-input", second)
+        await page.click("#key-dialog button.main")
+        await page.wait_text("#state", "not ready")
 
 
 async def test_the_documentation_is_drawn(api: ApiWorld, browser: Browser) -> None:
