@@ -17,7 +17,7 @@ from redis.asyncio.client import Pipeline
 from .channel import Argument, Channel, Command, checked
 from .patience import Patience, PatientRetry, may_pass, pause_s
 from .pools import NamedPool, Pools
-from .routes import is_blocking, slots_of
+from .routes import is_blocking, key_of, slots_of
 from .topology import Topology
 from .translate import note_node, translate
 from .typed import TypedClient
@@ -243,7 +243,9 @@ class _Errand:
         is_sent_on = True
         for index in left:
             answer = self._answers[index]
-            if not isinstance(answer, exceptions.AskError):
+            if index - 1 in self._asked_at and key_of(self._commands[index]) is None:
+                self._asked_at[index] = self._asked_at[index - 1]  # a WAIT is for the write before it
+            elif not isinstance(answer, exceptions.AskError):
                 is_sent_on &= not isinstance(answer, Exception)
             elif not answer.host:  # the node does not know the name of the other
                 is_sent_on = False

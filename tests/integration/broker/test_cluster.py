@@ -198,6 +198,27 @@ async def test_a_slot_that_is_halfway_to_another_node_is_served_from_both(
     assert [await client.get(f"{{halfway}}:{name}") for name in ("stays", "moves", "new")] == [b"1", b"2", b"3"]
 
 
+async def test_a_wait_for_a_write_that_was_sent_on_is_made_where_the_write_is(
+    cluster: RedisCluster, client: ClusterClient
+) -> None:
+    # Given a slot that is halfway to another node
+    slot = key_slot(b"waited")
+    source = next(server for server in cluster.primaries if cluster.holds(server, slot))
+    target = cluster.primaries[cluster.primaries.index(source) - 1]
+    await client.set("{waited}:stays", 1)
+    cluster.begin_move(slot, source, target)
+
+    # When a write of a new key goes together with commands that speak of its connection, as WAIT and WAITAOF do
+    channel = client.channel()
+    written, info, count = await channel.ask_alone([("SET", "{waited}:new", 2), ("CLIENT", "INFO"), ("WAIT", 0, 1)])
+
+    # Then these are answered by the node that has the write
+    assert (written, count) == (b"OK", 0)
+    assert f" laddr=127.0.0.1:{target.port} ".encode() in info
+    assert ask(target, "CLUSTER", "GETKEYSINSLOT", slot, 10) == [b"{waited}:new"]
+    cluster.end_move(slot, source, target)
+
+
 async def test_commands_of_several_nodes_keep_their_order_of_answers(client: ClusterClient) -> None:
     channel = client.channel()
     await asyncio.gather(*(channel.ask("SET", f"key-{index}", index) for index in range(200)))
