@@ -248,6 +248,21 @@ async def test_a_cancelled_turn_is_nobody_s_and_says_so_to_its_agent(world: Worl
     assert len((await world.turns.exchange("w1", want=4, lease_epoch=1)).claims) == 1
 
 
+async def test_a_turn_s_fence_counts_in_the_hands_of_its_holder_alone(world: World) -> None:
+    # Given a turn that a worker holds, and another who was given the same number before a fail-over lost the giving
+    _, turn = await claimed_turn(world)
+    # When that one saves tokens, hands the turn in and gives it back
+    late = await world.turns.exchange(
+        "w2", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))], progress=[TurnProgress(claim=turn)]
+    )
+    await world.turns.release("w2", [TurnProgress(claim=turn)])
+    # Then it is refused, nothing is written, and the holder goes on
+    assert (late.refused, late.lost) == ([turn.job.turn_id], [turn.job.turn_id])
+    assert (await world.board.run_status("r1")).turns == {"ready": 0, "claimed": 1}
+    found = await world.turns.exchange("w1", settles=[TurnSettle(claim=turn, result=result_of("g1.0.0"))])
+    assert found.refused == []
+
+
 async def test_a_late_worker_settles_nothing(world: World) -> None:
     # Given a worker that froze until its claim was taken back and given to another
     _, turn = await claimed_turn(world)
