@@ -15,6 +15,7 @@ from rollfab.fabric.queue import scripts
 from tests.support.brokers.port_life import GROUP_SIZE, group_of
 from tests.support.brokers.redis_cluster import redis_cluster
 from tests.support.brokers.redis_server import ask, redis_server
+from tests.support.records import rollout_of
 from tests.support.until import wait_until
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
@@ -55,6 +56,33 @@ async def test_a_disk_that_does_not_confirm_in_time_is_an_error_and_the_push_may
             ask(server, "CONFIG", "SET", "appendfsync", "always")
             assert await rollouts.push(GROUPS[:1]) == [False]
             assert (await fabric.board.run_status(RUN.run_id)).depth == GROUP_SIZE
+
+
+async def test_a_swap_that_is_repeated_over_another_connection_is_confirmed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunConfig(run_id="r1", model="tiny", environment="frozenlake")
+    with redis_server(tmp_path, "appendonly yes", "appendfsync always") as server:
+        url = f"{server.url}?durability=disk"
+        async with await RedisFabric.open(url, client_name="test") as fabric:
+            # Given a group that its trainer has received, and a disk that is never synced from now on
+            await fabric.board.create_run(run)
+            await fabric.rollouts(run).push(GROUPS[:1])
+            for claim in await fabric.trajectories(run).claim("a1", GROUP_SIZE):
+                assert await fabric.trajectories(run).settle(claim, rollout_of(claim.job, 1.0, (0,)), is_scored=True)
+            (delivery,) = await fabric.rollouts(run).receive("t", 1, 5.0)
+            ask(server, "CONFIG", "SET", "appendfsync", "no")
+            monkeypatch.setitem(scripts.BARRIERS, "disk", ("WAITAOF", 1, 0, 50))
+            # When it is swapped for another, then it is not acknowledged, neither at first nor over a connection that
+            # has not written anything yet
+            for _ in range(2):
+                async with await RedisFabric.open(url, client_name="again") as other:
+                    with pytest.raises(BrokerError, match="did not confirm"):
+                        await other.rollouts(run).swap(delivery, GROUPS[1])
+            # And once the disk is synced, it is, without having been done twice
+            ask(server, "CONFIG", "SET", "appendfsync", "always")
+            assert await fabric.rollouts(run).swap(delivery, GROUPS[1])
+            assert (await fabric.board.run_status(run.run_id)).depth == GROUP_SIZE
 
 
 async def test_a_push_with_durability_replica_waits_for_one_and_says_so_where_there_is_none(
