@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import iscoroutine
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rollfab.deploy.cli.options import Url, need_url
+from rollfab.fabric.contract.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -126,6 +129,22 @@ def chaos(
     raise typer.Exit(code)
 
 
+def _check_figure(path: Path) -> None:
+    """Require that a figure can be drawn to a file, before anything is measured for it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--figure {path} ends in {path.suffix or 'no suffix'}: name it .png or .svg")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--figure: the directory of {path} is not there: make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--figure: you may not write into the directory of {path}: name a file elsewhere")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--figure draws with matplotlib, which is not installed: pip install matplotlib")
+
+
 @app.command("training")
 def training(
     quick: Quick = False,
@@ -135,6 +154,8 @@ def training(
     """GRPO through a disturbed fabric, over the same in one process; and lengths of answers under revocation."""
     from .training.main import bench_training
 
+    if figure:
+        _check_figure(Path(figure))
     raise typer.Exit(bench_training(quick=quick, json_output=json, figure=figure))
 
 
