@@ -335,8 +335,13 @@ def _line(name: str, rest: str) -> str:
         words = shlex.split(line)
     except ValueError as error:
         raise ConfigError(f"environment {name!r}: {line!r:.200} is no command line: {error}", name=name) from error
-    if not words or shutil.which(words[0]) is None:
-        raise ConfigError(f"environment {name!r}: {line!r:.200} cannot be run: there is no such command", name=name)
+    if not words:
+        raise ConfigError(
+            f"environment {name!r}: nothing follows {COMMAND_PREFIX}: give the agent's command", name=name
+        )
+    if shutil.which(words[0]) is None:
+        why = f"there is no such command as {words[0]!r:.200}: install it, or give its path"
+        raise ConfigError(f"environment {name!r}: {line!r:.200} cannot be run: {why}", name=name)
     return line
 
 

@@ -138,7 +138,7 @@ async def test_an_answer_of_a_command_that_cannot_be_read_is_told_and_not_passed
 
 @pytest.mark.parametrize(
     ("line", "told"),
-    [("", "no such command"), ("no-such-command-here x", "no such command"), ("'x", "no command line")],
+    [("", "nothing follows command:"), ("no-such-command-here x", "no such command"), ("'x", "no command line")],
 )
 def test_a_command_that_cannot_be_run_is_refused_at_once(line: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
