@@ -64,7 +64,7 @@ def _list(run: Run = None, cause: OfCause = None, url: Url = None, json: AsJson 
         return
     console = Console()
     for row in causes_of(letters):
-        console.print(f"{_many(row.trajectory_count, row.group_count)}:", style="bold", highlight=False, markup=False)
+        console.print(f"{_many(row.trajectory_count, row.group_count)}:", style="bold", highlight=False)
         say(console, f"  {row.cause}")
         say(console, with_commands(f"  → `rollfab dead show {row.example} --run {run_id}`\n"))
     many = _many(len(letters), len({group_of(each.trajectory_id) for each in letters}))

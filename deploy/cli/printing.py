@@ -28,10 +28,13 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Console(rich.console.Console):
-    """Rich's, whose own control sequences alone reach the terminal; into a file or a pipe it writes whole lines."""
+    """Rich's, whose own control sequences alone reach the terminal; into a file or a pipe it writes whole lines.
+
+    Brackets in a text are brackets: it may quote a name or a path. Colours come as styles, or with `Text.from_markup`.
+    """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+        super().__init__(**settings, markup=False)
         if not self.is_terminal and settings.get("width") is None and "COLUMNS" not in self._environ:
             self.width = PIPE_WIDTH
 

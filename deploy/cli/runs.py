@@ -83,7 +83,7 @@ def _register_rows(app: typer.Typer) -> None:
         if found.cut:
             more = f" and {len(found.cut) - CUT_COUNT} more" if len(found.cut) > CUT_COUNT else ""
             named = ", ".join(found.cut[:CUT_COUNT])
-            say.print(f"looked at in part, as they are large: {named}{more}", markup=False, highlight=False)
+            say.print(f"looked at in part, as they are large: {named}{more}", highlight=False)
         if not found.is_whole:
             say.print("not all tables were looked at: remove these rows, then look again", highlight=False)
 

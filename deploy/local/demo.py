@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.live import Live
+from rich.text import Text
 
 from ...api.access.config import url_of
 from ...fabric.broker.embedded import EmbeddedBroker, free_port
@@ -83,7 +84,7 @@ def run_demo(options: DemoOptions) -> int:
     console.width = min(console.width, PICTURE_WIDTH)
     port, key = options.port or free_port(), make_key(directory, "--output")
     page = page_of(url_of("127.0.0.1", port), key, directory, console)
-    console.print(f"The page: {page}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"The page: {page}", highlight=False, soft_wrap=True)
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.callback((directory / KEY_FILE).unlink, missing_ok=True)
@@ -208,12 +209,16 @@ def _finish(state: DemoState, directory: Path, console: Console, options: DemoOp
 
 
 def _tell(console: Console, summary: dict[str, Any], directory: Path, curve: Path) -> None:
-    lines = (
-        f"[bold]{summary['steps']} steps in {summary['seconds']:.0f} s[/]: mean reward "
-        f"{summary['reward_first']:.2f} → [bold green]{summary['reward_last']:.2f}[/]",
-        f"{summary['rollouts']:,} rollouts, {summary['turns']:,} turns; "
-        f"[bold]{summary['lost']} lost, {summary['duplicated']} duplicated[/] in spite of the kill -9; "
-        f"{summary['resumed_turns']} turns finished by another claim than their first",
+    lines: tuple[str | Text, ...] = (
+        Text.from_markup(
+            f"[bold]{summary['steps']} steps in {summary['seconds']:.0f} s[/]: mean reward "
+            f"{summary['reward_first']:.2f} → [bold green]{summary['reward_last']:.2f}[/]"
+        ),
+        Text.from_markup(
+            f"{summary['rollouts']:,} rollouts, {summary['turns']:,} turns; "
+            f"[bold]{summary['lost']} lost, {summary['duplicated']} duplicated[/] in spite of the kill -9; "
+            f"{summary['resumed_turns']} turns finished by another claim than their first"
+        ),
         f"weights: {summary['deltas']} deltas, dense is {summary['delta_ratio']:.2f}x their bytes "
         "(every weight of so small a model moves at so large a rate; at 1 % changed bf16 weights it is above 100x)",
         "",

@@ -117,18 +117,22 @@ def _headline(state: DemoState) -> Panel:
     if run is None or not step:
         grid.add_row(f"after {state.elapsed_s():.0f} s {state.waits_for()}")
     else:
-        grid.add_row(
-            f"step [bold]{step['step']}[/]/{step['step_count']}",
-            f"reward [bold green]{step['reward_mean']:.2f}[/]",
-            f"rollouts/s [bold]{rollouts_per_s:.0f}[/]",
-            f"turns/s [bold]{turns_per_s:.0f}[/]",
-        )
-        grid.add_row(
-            f"policy version [bold]{run['head_version']}[/]",
-            f"turns in flight [bold]{run['turns']['ready'] + run['turns']['claimed']}[/]",
-            f"trajectories [bold]{run['trajectories']['running']}[/] + {run['trajectories']['queued']} queued",
-            f"delta {step.get('payload_bytes', 0) / 1024:.0f} KiB, dense {step.get('dense_bytes', 0) / 1024:.0f} KiB",
-        )
+        for row in (
+            (
+                f"step [bold]{step['step']}[/]/{step['step_count']}",
+                f"reward [bold green]{step['reward_mean']:.2f}[/]",
+                f"rollouts/s [bold]{rollouts_per_s:.0f}[/]",
+                f"turns/s [bold]{turns_per_s:.0f}[/]",
+            ),
+            (
+                f"policy version [bold]{run['head_version']}[/]",
+                f"turns in flight [bold]{run['turns']['ready'] + run['turns']['claimed']}[/]",
+                f"trajectories [bold]{run['trajectories']['running']}[/] + {run['trajectories']['queued']} queued",
+                f"delta {step.get('payload_bytes', 0) / 1024:.0f} KiB, "
+                f"dense {step.get('dense_bytes', 0) / 1024:.0f} KiB",
+            ),
+        ):
+            grid.add_row(*map(Text.from_markup, row))
     curve = Text(spark([reward for _, reward in state.rewards]), style="green")
     title = f"rollfab demo · {state.environment} · {state.elapsed_s():.0f} s · {state.page}"
     return Panel(Group(grid, curve), title=title, title_align="left")
@@ -146,10 +150,10 @@ def _workers(state: DemoState) -> Table:
         is_silent = row["heartbeat_age_ms"] > 1500
         table.add_row(
             row["worker_id"],
-            f"[green]{held}[/]" if held and not is_silent else held,
+            Text(held, style="" if is_silent else "green"),
             f"{row['running_count']}/{row['slot_count']}" if row["slot_count"] else "",
             str(row["active_version"]) if row["active_version"] >= 0 else "",
-            f"[red]{row['heartbeat_age_ms'] / 1000:.1f} s ago[/]" if is_silent else "now",
+            Text(f"{row['heartbeat_age_ms'] / 1000:.1f} s ago", style="red") if is_silent else "now",
         )
     return table
 

@@ -148,4 +148,4 @@ def _place(directory: str | None, path: str) -> Path:
 
 def _say(run: RunConfig, url: str) -> None:
     text = f"inference API of run {run.run_id}, model {run.model}, at {url.rstrip('/')}"
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)

@@ -478,7 +478,7 @@ def _say_begun(role: str, worker_id: str, url: str, then: str) -> None:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
 def run_reward(options: RewardOptions) -> None:

@@ -140,7 +140,7 @@ def show_plan(found: dict[str, Any]) -> None:
     console, capacity = Console(), found["capacity_per_s"]
     for level in found["levels"]:
         rate = f"{level['load'] * capacity:.3g} requests/s each"
-        title = f"{found['scenario']}: a plan, simulated; load {level['load']:g}, {rate}"
+        title = f"{found['scenario']} simulated; load {level['load']:g}, {rate}"
         table = new_table("GPUs lent", "step s", "x none", "in SLO %", title=title)
         for row in level["rows"]:
             table.add_row(

@@ -156,7 +156,7 @@ def _add_repair(weights: typer.Typer) -> None:
         def say(text: str) -> None:
             told.append(text)
             if not json:
-                Console().print(text, highlight=False, markup=False, soft_wrap=True)
+                Console().print(text, highlight=False, soft_wrap=True)
 
         async def work(ports: RedisFabric) -> tuple[str, bool]:
             run_id = await _require_run(ports, run)

@@ -75,7 +75,7 @@ def run_bench(
 
 def complain(text: str) -> None:
     """Say to stderr what is wrong, or what a long bench is about."""
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
 def alternate(arms: Mapping[str, Callable[[], T]], round_count: int) -> dict[str, list[T]]:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollfab import deploy
-from rollfab.deploy.cli.printing import Console, show, show_json
+from rollfab.deploy.cli.printing import Cell, Console, new_table, show, show_json
 from rollfab.deploy.cli.status_view import draw
 from rollfab.fabric.contract.errors import EnvironmentFailed
 from rollfab.fabric.contract.records import TrajectoryJob
@@ -135,6 +135,15 @@ def test_what_is_printed_moves_no_cursor_and_json_says_the_same(capsys: pytest.C
     assert shown.count("a\\x1b[2Jb\\x9b\\u202ec") == 2  # a cell is cut to the width of what it would have been
     assert "│ a\\x1b[" in shown
     assert json.loads(shown.splitlines()[-1]) == {"name": text}
+
+
+def test_brackets_in_a_text_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "[bold]a[/bold] [/x]"
+    table = new_table(name, "c", title=f"title {name}")
+    table.add_row(Cell(name), f"cell {name}")
+    for each in (name, table, f"note {name}"):
+        Console().print(each)
+    assert capsys.readouterr().out.count(name) == 6
 
 
 def test_no_blanks_end_a_line_of_a_pipe() -> None:

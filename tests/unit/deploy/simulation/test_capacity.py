@@ -10,7 +10,7 @@ import pytest
 from rollfab.deploy.replay.records import Arrival
 from rollfab.deploy.replay.scale import at_rate
 from rollfab.deploy.simulation.machine.capacity import NEAR, Instance
-from rollfab.deploy.simulation.report import notes_of, results
+from rollfab.deploy.simulation.report import notes_of, results, show_results
 from rollfab.deploy.simulation.run import capacity_of, load_of
 from rollfab.deploy.simulation.scenario import ServingPart
 from rollfab.errors import ConfigError
@@ -82,12 +82,15 @@ def test_objectives_that_one_request_alone_misses_are_refused_with_those_that_it
     assert capacity_of(replace(SMALL, serving=replace(serving, ttft_ms=4000.0))) > 0
 
 
-def test_what_was_found_is_said(tmp_path: Path) -> None:
-    scenario = replace(SMALL, serving=ServingPart(trace=a_trace(tmp_path, 500), loads=(0.25,)))
+def test_what_was_found_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (marked := tmp_path / "[bold]").mkdir()
+    scenario = replace(SMALL, serving=ServingPart(trace=a_trace(marked, 500), loads=(0.25,)))
     scenario = replace(scenario, simulation=replace(scenario.simulation, arms=("fixed",), seeds=(0,)))
     found = results(scenario, [run("fixed", scenario)])
     assert found["capacity_per_s"] == capacity_of(scenario)
     assert any(note.startswith("Load 1: ") and "found: the most" in note for note in notes_of(found))
+    show_results(found)
+    assert "[bold]/trace.csv" in "".join(capsys.readouterr().out.split("\n"))
 
     given = replace(scenario, serving=replace(scenario.serving, capacity_per_s=18.0))
     assert not any(note.startswith("Load 1: ") for note in notes_of(results(given, [run("fixed", given)])))
