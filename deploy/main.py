@@ -69,7 +69,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
     },
     ".simulation.command": {
         "sim": "Simulate a cluster under production's rules beside other ways to run it. Every figure is simulated.",
-        "plan": "Simulate how many serving GPUs are worth borrowing, and which step time to expect.",
+        "plan": "Simulate how many serving GPUs are worth borrowing, when, and which step time to expect.",
     },
     ".roles.config": {"config": "The roles' settings: file, environment, defaults."},
     ".roles.api": {"api": "Run the HTTP server: status, metrics, live page. Below it: its keys."},
