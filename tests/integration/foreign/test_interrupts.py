@@ -323,11 +323,14 @@ import asyncio, tempfile
 from rollfab.__main__ import main
 from tests.bench import cli
 
+async def measure(name: str) -> None:
+    print(name, flush=True)
+    await asyncio.sleep(100)
+
 @cli.app.command("endless")
 def endless() -> None:
     with tempfile.TemporaryDirectory(prefix="rollfab-bench-") as name:
-        print(name, flush=True)
-        asyncio.run(asyncio.sleep(100))
+        asyncio.run(measure(name))
 
 main()
 """
