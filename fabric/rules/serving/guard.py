@@ -38,6 +38,7 @@ class GuardRule:
     trial_s: float = 1.0  # without a step, until one is tried to see whether steps are still as slow as was measured
     trial_tokens: int = 16
     trial_headroom: float = 0.3
+    kv_growth: float = 1.5  # of what serving holds of its cache, as its requests take longer beside rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +143,14 @@ def _room(facts: GuardFacts, state: ServingState, rule: GuardRule) -> _Room:
 def _ease(facts: GuardFacts, state: ServingState, reserve_s: float, rule: GuardRule) -> float:
     """Decide how much of the pace may be used up, (0, 1]: less, as more of serving's time or memory is spoken for.
 
-    A slower pace keeps more sequences running, which slow every prompt down and hold KV cache: fatal in a burst. The
-    curve is flat near 0, where nothing is at stake, and near 1, where everything is: of the shapes tried in simulation
-    the one that harvests most at half load among those that cost no attainment near SLO capacity.
+    A slower pace keeps more sequences running, which slow every prompt down and hold KV cache: fatal in a burst. So
+    what is held counts with its growth. The curve is flat near 0, where nothing is at stake, and near 1, where all is:
+    of the shapes tried in simulation the one that harvests most at half load among those that cost no attainment near
+    SLO capacity.
     """
     pressure = reserve_s / (rule.horizon_of_ttft * facts.slo.ttft_ms / 1000)
     if state.kv_capacity_tokens > 0:
-        pressure = max(pressure, state.kv_used_tokens / state.kv_capacity_tokens)
+        pressure = max(pressure, rule.kv_growth * state.kv_used_tokens / state.kv_capacity_tokens)
     return max(0.05, (1.0 - min(1.0, pressure) ** 2) ** 2)
 
 

@@ -66,6 +66,14 @@ def test_pace_that_a_request_has_gained_can_be_spent_and_pace_it_might_gain_can_
     assert decide(facts(serving(running=(gained, new))), RULE).step_tokens == 0
 
 
+def test_less_of_the_pace_can_be_spent_as_serving_s_cache_fills_and_its_growth_beside_rollouts_counts() -> None:
+    gained = running(token_count=20, behind_s=0.100)
+    filling = facts(serving(running=(gained,), kv_used_tokens=400, kv_capacity_tokens=1000))
+
+    assert decide(filling, RULE).step_tokens == 0
+    assert decide(filling, replace(RULE, kv_growth=1.0)).step_tokens is None
+
+
 def test_the_step_under_way_counts_by_what_is_left_of_it() -> None:
     request = running(token_count=3, behind_s=0.011)  # 30 ms due, 19 left, 5.2 of them for its next token
     step = StepWork(prefill_tokens=100, decode_count=1)  # 15 ms
