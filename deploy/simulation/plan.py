@@ -15,6 +15,7 @@ from typing import Any
 
 from ..cli.printing import Cell, Console, new_table
 from ..cli.progress import progress
+from ..replay.figures import number
 from ..replay.records import Arrival
 from .report import TAG, faster, figure
 from .run import Run, capacity_of, simulate, trace_of
@@ -139,7 +140,7 @@ def show_plan(found: dict[str, Any]) -> None:
     """Print the rows and the choice of each level, and when which one holds, within 80 columns."""
     console, capacity = Console(), found["capacity_per_s"]
     for level in found["levels"]:
-        rate = f"{level['load'] * capacity:.3g} requests/s each"
+        rate = f"{number(level['load'] * capacity)} requests/s each"
         title = f"{found['scenario']} simulated; load {level['load']:g}, {rate}"
         table = new_table("GPUs lent", "step s", "x none", "in SLO %", title=title)
         for row in level["rows"]:

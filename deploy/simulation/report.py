@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from ..cli.printing import Cell, Console, new_table
+from ..replay.figures import number
 from .arms import ARMS
 from .machine.cost import COST_MODEL_ERROR
 from .run import Run, capacity_of
@@ -152,7 +153,7 @@ def _of_capacity(found: dict[str, Any]) -> list[str]:
     serving, capacity = found["scenario"]["serving"], found["capacity_per_s"]
     if serving["capacity_per_s"] or not capacity:
         return []
-    rate = f"{capacity:.3g} requests a second of {serving['trace']} for each instance"
+    rate = f"{number(capacity)} requests a second of {serving['trace']} for each instance"
     return [f"Load 1: {rate}, found: the most that keeps each objective for 99 of 100 while nothing is lent."]
 
 

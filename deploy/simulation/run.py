@@ -166,14 +166,10 @@ def _capacity(trace: str, cost: StepCost, kv_tokens: int, ttft_ms: float, tpot_m
         part_s = min(span_s, max(TRIED_S_MIN, TRIED_COUNT / rate))
         return at_rate([each for each in played if each.at_s < part_s], rate, span_s=part_s, seed=0)
 
-    found = instance.capacity_per_s(load)
-    alone = None if found else instance.alone(played)
-    if alone is None:
-        return found, ""
-    return (
-        found,
-        f"have their first token in {alone.ttft_ms_p99:.0f} ms and each later one in {alone.tpot_ms_p99:.0f} ms",
-    )
+    alone = instance.alone(played)
+    if alone is None or instance.keeps(alone):
+        return instance.capacity_per_s(load), ""
+    return 0.0, f"have their first token in {alone.ttft_ms_p99:.0f} ms and each later one in {alone.tpot_ms_p99:.0f} ms"
 
 
 def _serving(scenario: Scenario) -> tuple[Model, int]:

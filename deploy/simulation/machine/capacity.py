@@ -33,7 +33,7 @@ class Instance:
     slo: Slo
 
     def capacity_per_s(self, at_rate: Callable[[float], Sequence[Arrival]]) -> float:
-        """Find the highest rate at which each objective is kept for 99 of 100 requests; 0.0: there is none.
+        """Find the highest rate at which each objective is kept for 99 of 100 requests, if it is for requests alone.
 
         at_rate: the load with a mean rate, in requests per second.
         """
@@ -53,10 +53,11 @@ class Instance:
     def alone(self, load: Sequence[Arrival]) -> Served | None:
         """Answer requests of a load one after another, none beside another."""
         chosen = load[:: len(load) // ALONE_COUNT + 1]
-        return self.answer([replace(each, at_s=index * ALONE_S) for index, each in enumerate(chosen)])
+        apart = [replace(each, at_s=index * ALONE_S) for index, each in enumerate(chosen)]
+        return self.answer(apart, to_end=True)
 
-    def answer(self, load: Sequence[Arrival]) -> Served | None:
-        """Answer a load, until it is over or no objective can be kept any more; None: it has no request."""
+    def answer(self, load: Sequence[Arrival], *, to_end: bool = False) -> Served | None:
+        """Answer a load, to its end or until the objectives cannot be kept any more; None: it has no request."""
         events, serving = Events(), ServingSide(self.cost, self.kv_tokens)
         options = EngineOptions(
             name="alone", cost=self.cost, slot_count=1, kv_tokens=1, turn_tokens_max=1, chunk_tokens=1
@@ -66,7 +67,7 @@ class Instance:
 
         def is_broken() -> bool:
             waiting, first_s = serving.waiting, events.now_s - self.slo.ttft_ms / 1000
-            return len(waiting) > late_max and waiting[late_max].at_s < first_s
+            return not to_end and len(waiting) > late_max and waiting[late_max].at_s < first_s
 
         for each in load:
             events.at(each.at_s, engine.arrive, each.prompt_tokens, each.completion_tokens)

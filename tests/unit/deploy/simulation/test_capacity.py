@@ -82,6 +82,13 @@ def test_objectives_that_one_request_alone_misses_are_refused_with_those_that_it
     assert capacity_of(replace(SMALL, serving=replace(serving, ttft_ms=4000.0))) > 0
 
 
+def test_a_short_trace_of_requests_that_are_late_alone_is_refused_too(tmp_path: Path) -> None:
+    path = tmp_path / "short.csv"
+    path.write_text("t_s,input_tokens,output_tokens\n" + "".join(f"{second},30000,5\n" for second in range(9)))
+    with pytest.raises(ConfigError, match=r"first token in 8\d\d ms and each later one in 8 ms: .* cannot be kept"):
+        capacity_of(replace(SMALL, serving=ServingPart(trace=str(path))))
+
+
 def test_what_was_found_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (marked := tmp_path / "[bold]").mkdir()
     scenario = replace(SMALL, serving=ServingPart(trace=a_trace(marked, 500), loads=(0.25,)))
