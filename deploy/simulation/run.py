@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...fabric.contract.errors import ConfigError, FabricError
+from ...fabric.contract.text import counted
 from ...fabric.rules.serving.facts import Slo
 from ..replay.records import Arrival
 from ..replay.scale import at_rate
@@ -149,9 +150,10 @@ def recorded(scenario: Scenario) -> Scenario:
     rate, capacity = len(arrivals) / span_s, capacity_of(scenario)
     load = rate / (capacity * count)
     if load > LOAD_MAX:
+        here = f"{counted(count, 'instance')} can serve {capacity * count:.3g}"
         raise ConfigError(
-            f"{scenario.name}: {serving.trace} as recorded is {rate:.3g} requests a second, and {count} instances can "
-            f"serve {capacity * count:.3g}: {math.ceil(rate / capacity)} could serve it"
+            f"{scenario.name}: {serving.trace} as recorded is {rate:.3g} requests a second, and {here}: "
+            f"{math.ceil(rate / capacity)} could serve it"
         )
     return replace(scenario, serving=replace(serving, loads=(float(f"{load:.3g}"),)))
 

@@ -23,7 +23,7 @@ from rollfab.trainer.aio import AsyncRun
 from rollfab.workers.rewards.jobs import check_queue, enqueue, open_queue
 from tests.support.brokers.port_life import Life
 from tests.support.brokers.redis_cluster import RedisCluster, redis_cluster
-from tests.support.brokers.redis_server import ask, free_port, redis_server
+from tests.support.brokers.redis_server import RedisServer, ask, free_port, redis_server
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(30)]
 
@@ -175,13 +175,18 @@ async def test_a_consumer_that_waits_over_several_slots_leaves_nothing_taken_and
     assert sum(each["pending"] for each in pending) == seen
 
 
+def ends_of_a_move(cluster: RedisCluster, slot: int) -> tuple[RedisServer, RedisServer]:
+    """The node that has a slot, and another one."""
+    source = next(server for server in cluster.primaries if cluster.holds(server, slot))
+    return source, cluster.primaries[cluster.primaries.index(source) - 1]
+
+
 async def test_a_slot_that_is_halfway_to_another_node_is_served_from_both(
     cluster: RedisCluster, client: ClusterClient
 ) -> None:
     # Given a slot of two keys, one of which has moved to the next node
     slot = key_slot(b"halfway")
-    source = next(server for server in cluster.primaries if cluster.holds(server, slot))
-    target = cluster.primaries[cluster.primaries.index(source) - 1]
+    source, target = ends_of_a_move(cluster, slot)
     await client.set("{halfway}:stays", 1)
     await client.set("{halfway}:moves", 2)
     cluster.begin_move(slot, source, target)
@@ -203,8 +208,7 @@ async def test_a_wait_for_a_write_that_was_sent_on_is_made_where_the_write_is(
 ) -> None:
     # Given a slot that is halfway to another node
     slot = key_slot(b"waited")
-    source = next(server for server in cluster.primaries if cluster.holds(server, slot))
-    target = cluster.primaries[cluster.primaries.index(source) - 1]
+    source, target = ends_of_a_move(cluster, slot)
     await client.set("{waited}:stays", 1)
     cluster.begin_move(slot, source, target)
 

@@ -118,5 +118,5 @@ def test_a_trace_as_recorded_has_its_own_load(tmp_path: Path) -> None:
 
 def test_more_than_the_instances_can_serve_is_refused_with_how_many_could(tmp_path: Path) -> None:
     given = f"trace = '{trace(tmp_path, 12)}'\nas_recorded = true\ncapacity_per_s = 3.0"
-    with pytest.raises(ConfigError, match=r"12 requests a second, and 1 instances can serve 3: 5 could serve it"):
+    with pytest.raises(ConfigError, match=r"12 requests a second, and 1 instance can serve 3: 5 could serve it"):
         recorded(read_scenario(written(tmp_path, given)))
