@@ -1,6 +1,7 @@
 """RollPacker's tail batching (arXiv 2509.21009), by the rule that trainers use: fabric/rules/rounds.py.
 
 - The answers that a short round has more are as long as others of their prompt.
+- Which prompts teach nothing shows when they end, so these are anywhere among the others of their round.
 - At the end of a simulation what was put off is one more round, which counts by its size: all prompts are trained on.
 """
 
@@ -64,14 +65,19 @@ class TailBatches:
         self._is_last = is_last
         made = self._rounds.next()
         assert made is not None, "a round is asked for while something is put off, or more can be drawn"
-        groups = list(made.tasks)
+        groups, vain, dice = list(made.tasks), self._in_vain, Random(self._short_count)
         if made.is_long:
-            groups, self._in_vain = groups + self._in_vain, []
+            self._in_vain = []
         else:
-            plan, dice = self._draw(self._short_count), Random(self._short_count)
+            plan = self._draw(self._short_count)
             self._short_count += 1
-            groups += [group for index, group in enumerate(plan.groups) if index not in plan.kept]  # which end in vain
-            groups = [(*group, *dice.choices(group, k=made.group_size - self._size)) for group in groups]
-        self._named = dict(zip(map(id, groups), made.group_ids, strict=False))
-        kept = frozenset(range(len(made.tasks)))
+            vain = [group for index, group in enumerate(plan.groups) if index not in plan.kept]
+            groups, vain = (
+                [(*group, *dice.choices(group, k=made.group_size - self._size)) for group in each]
+                for each in (groups, vain)
+            )
+        self._named = dict(zip(map(id, groups), made.group_ids, strict=True))
+        for group in vain:
+            groups.insert(dice.randint(0, len(groups)), group)
+        kept = frozenset(index for index, group in enumerate(groups) if id(group) in self._named)
         return StepPlan(groups=groups, needed=made.needed, kept=kept, quorum=made.quorum)

@@ -15,7 +15,7 @@ from rollfab.deploy.simulation.machine.engine import Engine
 from rollfab.deploy.simulation.machine.order import SEEN_COUNT_MIN, ByLength, Forecast, Levels
 from rollfab.deploy.simulation.machine.tails import TailBatches
 from rollfab.deploy.simulation.machine.turns import Batch, GroupState, Trajectory, Turn
-from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan
+from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan, draw_step
 from rollfab.deploy.simulation.run import load_of, setup_of, simulate
 from rollfab.deploy.simulation.scenario import Scenario
 from tests.support.simulated import SMALL, run
@@ -127,15 +127,29 @@ def test_what_ends_in_vain_is_put_off_beside_what_counts() -> None:
     )
     short = tails.next(is_last=False)  # eight that teach something, two to spare, and two that teach nothing
     assert (len(short.groups), {len(each) for each in short.groups}, short.needed, short.quorum) == (12, {5}, 8, 4)
-    assert short.kept == frozenset(range(10))
-    assert [each[0] for each in short.groups[10:]] == [steps[0][8][0], steps[0][9][0]]
-    tails.put_off([short.groups[3], short.groups[9], short.groups[11]])
+    firsts = [each[0] for each in short.groups]
+    counting, vain = [firsts[index] for index in sorted(short.kept)], [steps[0][8][0], steps[0][9][0]]
+    assert counting == [each[0] for each in (*steps[0][:8], *steps[10**6][:2])]
+    assert sorted(set(range(12)) - short.kept) == sorted(map(firsts.index, vain))
+    left = (counting[3], counting[9], vain[1])
+    tails.put_off([short.groups[firsts.index(each)] for each in left])
     assert tails.put_off_count == 2
     last = tails.next(is_last=True)
-    assert list(last.groups) == [steps[0][3], steps[10**6][1], steps[0][9]]
-    assert (last.needed, last.quorum, last.kept) == (2, None, frozenset({0, 1}))
+    assert [last.groups[index] for index in sorted(last.kept)] == [steps[0][3], steps[10**6][1]]
+    assert (len(last.groups), last.needed, last.quorum) == (3, 2, None) and steps[0][9] in last.groups
     tails.put_off([])
     assert tails.put_off_count == 0
+
+
+def test_nobody_knows_in_advance_what_teaches_nothing() -> None:
+    steps = [draw_step("frozenlake", seed=1, step=step, groups=8, group_size=4, oversample=6.0) for step in range(9)]
+    tails = TailBatches(lambda step: steps[step % 9], group_count=8, group_size=4)
+    places = []
+    for _ in range(6):
+        made = tails.next(is_last=False)
+        places += [index / len(made.groups) for index in made.kept]
+        tails.put_off([])
+    assert len(places) == 6 * 10 and 0.4 < sum(places) / len(places) < 0.6, "it is not always after the others"
 
 
 def test_tokens_that_nobody_is_trained_on_are_wasted_whole_turns_too() -> None:
