@@ -46,6 +46,7 @@ from ..fabric.model.presets import find_model, is_path, model_place
 from ..fabric.opened import RedisFabric
 from ..fabric.ports.queue import RunStatus
 from ..fabric.ports.sessions import REMOTE
+from ..fabric.rules.filters import Keep, Refill, check_refill, find_filter
 from ..fabric.rules.lending.capacity_facts import is_same_model
 from ..fabric.rules.queue.push import evaluates_only
 from ..fabric.rules.queue.runs import undoable
@@ -75,7 +76,6 @@ from .checks import (
     plain_facts,
 )
 from .evaluation import check_existing, check_same_weights, evaluation_of, goal_of, name_of, taken_up
-from .filters import Keep, Refill, check_refill, find_filter
 from .groups import TAKEOVER_S, Groups, Ledger, Submission, View
 from .metrics import StepMeter
 from .publish.publisher import Publisher, PublishReport

@@ -29,8 +29,8 @@ from ..fabric.contract.records import Failure, Group, Rollout, Side, nodes_from,
 from ..fabric.contract.sides import DTYPES
 from ..fabric.contract.wire import ARRAY_DTYPES, dump_json, load_json
 from ..fabric.host.directories import replacing
+from ..fabric.rules.filters import Keep, check_refill, find_filter
 from .checks import check_count_max, check_wait
-from .filters import Keep, check_refill, find_filter
 
 ROW_GROUP_BYTES = 32 << 20  # of arrays, that a writer or reader of Parquet holds at once, and one group
 FACTS = ("trajectory_id", "reward", "finish_reason", "turn_count", "attempt", "seed")

@@ -33,10 +33,10 @@ from ..fabric.contract.text import one_line
 from ..fabric.host.command import command
 from ..fabric.host.forks import Home
 from ..fabric.ports.queue import Delivery, GroupPush, RolloutStream
+from ..fabric.rules.filters import Keep, Refill
 from ..fabric.rules.queue.push import never_fits
 from ..fabric.tracing.spans import Place, Spans, place_of
 from .checks import make_groups
-from .filters import Keep, Refill
 from .waiting import Waiting
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from typing import Any
 
 from ..fabric.contract.errors import NothingMoves, QueueFull
 from ..fabric.ports.queue import Delivery
+from ..fabric.rules.filters import find_filter
 from .files import group_row
-from .filters import find_filter
 from .groups import Groups, Ledger, View
 from .waiting import Waiting
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollfab.fabric.contract.records import Group, Rollout, Sampling, TrajectoryJob
 from rollfab.fabric.ports.queue import Delivery, GroupPush
-from rollfab.trainer.filters import Refill
+from rollfab.fabric.rules.filters import Refill
 from tests.sim import environment
 from tests.sim.checks.check_trajectories import TrajectoryChecker
 from tests.sim.checks.checkers import Facts, require

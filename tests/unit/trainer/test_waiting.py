@@ -12,8 +12,8 @@ import pytest
 
 from rollfab.fabric.contract.errors import BrokerError, NothingMoves
 from rollfab.fabric.contract.records import RunConfig, WorkerInfo
+from rollfab.fabric.rules.filters import find_filter
 from rollfab.trainer.checks import make_groups
-from rollfab.trainer.filters import find_filter
 from rollfab.trainer.groups import Groups, Ledger, View
 from rollfab.trainer.waiting import SAY_AGAIN_S, Waiting
 from tests.sim.virtual_loop import VirtualClock, on_virtual_time

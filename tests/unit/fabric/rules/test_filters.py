@@ -15,10 +15,10 @@ from rollfab.fabric.contract.errors import InputError
 from rollfab.fabric.contract.ids import shard_of
 from rollfab.fabric.contract.records import Group, RunConfig
 from rollfab.fabric.ports.queue import Delivery, GroupPush
+from rollfab.fabric.rules.filters import Refill, find_filter, has_varied_rewards
 from rollfab.trainer import waiting as module
 from rollfab.trainer.aio import AsyncRun
 from rollfab.trainer.checks import make_groups
-from rollfab.trainer.filters import Refill, find_filter, has_varied_rewards
 from rollfab.trainer.groups import Groups, Ledger, View
 from rollfab.trainer.waiting import Waiting
 from tests.standin.fabric import StandInFabric

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
-from ..fabric.contract.errors import InputError
-from ..fabric.contract.ids import shard_of
-from ..fabric.contract.records import Group
-from ..fabric.contract.text import did_you_mean
+from ..contract.errors import InputError
+from ..contract.ids import shard_of
+from ..contract.records import Group
+from ..contract.text import did_you_mean
 
 Keep = Callable[[Group], bool]
 REFILL = re.compile(r"^(.*)-r(\d+)$")
