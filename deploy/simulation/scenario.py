@@ -17,7 +17,7 @@ from ...fabric.host.files import parse_toml, read_regular
 from .arms import ARMS
 from .machine.workload import KINDS
 
-SAMPLES = ("s0", "s1", "s2", "s3", "s4", "s5", "s6", "s9", "s10", "s11", "s12")
+SAMPLES = ("s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7", "s8", "s9", "s10", "s11", "s12")
 BYTES_MAX = 1 << 16
 STATIC_LOAD_MAX = 0.7
 LOAD_MAX = 1.5

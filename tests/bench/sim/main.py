@@ -2,6 +2,8 @@
 
 - Every figure but the simulator's own speed is simulated, and says so.
 - A run that breaks an invariant gives no figures: the bench fails. What ours misses of its criteria is listed, no more.
+- `ratio` has, by scenario, load and arm of ours: speedup_over_fixed, over_rose, of_oracle (of rollouts' bound), and
+  violations (P99s beyond an objective that dedicated GPUs alone keep).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ LOSS_MAX = 0.002  # of attainment against dedicated GPUs alone
 SLOWER_MAX = 1.02  # than dedicated GPUs alone
 OF_ORACLE = {0.1: 0.93, 0.25: 0.93, 0.5: 0.80}  # by load: what of the oracle's harvest ours should have (s10)
 WORST_MINUTE_MIN, WASTED_MAX = 0.95, 0.02
-OURS = ("ours", "ours-few")
+OVER_ROSE, OF_BOUND = 1.1, 0.85  # how fast steps should be beside ROSE's, and rollouts beside their least time
+BOUND_IN = ("s1", "s2", "s3")
+OURS = ("ours", "ours-few", "ours-advised", "ours-tails")
 SEED_COUNT = 3
 FULL, QUICK = SAMPLES, ("s0",)
 
@@ -38,8 +42,32 @@ def measure(names: Sequence[str]) -> Report:
         params={"tag": TAG, "scenarios": list(names)},
         results={"tag": TAG, "hour_of_112_gpus": speed(), "misses": misses(found), "scenarios": found},
         baselines={},
-        ratio={},
+        ratio=ratios(found),
     )
+
+
+def ratios(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what each of our arms comes to, by scenario and load. None: the other arm, or the bound, is not there."""
+    return {
+        name: {
+            f"{part['load']:g}": {
+                arm: {
+                    "speedup_over_fixed": _mean(row["over_fixed"]),
+                    "over_rose": _mean(row["over_rose"]),
+                    "of_oracle": _mean(row["rollouts_of_bound"]),
+                    "violations": len(_late(result["scenario"]["serving"], part, row)),
+                }
+                for arm, row in part["arms"].items()
+                if arm in OURS
+            }
+            for part in result["by_load"]
+        }
+        for name, result in found.items()
+    }
+
+
+def _mean(figure: dict[str, float] | None) -> float | None:
+    return None if figure is None else round(figure["mean"], 3)
 
 
 def speed() -> dict[str, Any]:
@@ -73,6 +101,11 @@ def _misses(name: str, part: dict[str, Any], row: dict[str, Any]) -> list[str]:
     said, fixed = [], part["arms"]["fixed"]
     if row["over_fixed"]["mean"] < 1 / SLOWER_MAX:
         said.append(f"steps are {row['over_fixed']['mean']:.2f} times as fast as on dedicated GPUs alone")
+    over, bound = row["over_rose"], row["rollouts_of_bound"]
+    if over is not None and over["mean"] < OVER_ROSE:
+        said.append(f"steps are {over['mean']:.2f} times as fast as ROSE's, {OVER_ROSE:g} wanted")
+    if name in BOUND_IN and bound is not None and bound["mean"] < OF_BOUND:
+        said.append(f"rollouts have {bound['mean']:.2f} of their bound, {OF_BOUND:g} wanted")
     if row["served"]:
         lost = fixed["served"]["attained"]["mean"] - row["served"]["attained"]["mean"]
         if lost > LOSS_MAX:
