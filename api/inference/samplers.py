@@ -113,7 +113,7 @@ class Samplers:
     async def _made(self, asked: tinker.Asked) -> Response:
         """Make the answer, also that of a failure: an error that is kept would keep the prompt with it."""
         try:
-            completions: Completions = await self._inference.generate(asked.prompt)
+            completions: Completions = await self._inference.generate(asked.prompt, outlasts_broker=True)
         except FabricError as error:
             return _failed(error)
         if any(made.finish == ABORT for made in completions.made):

@@ -27,7 +27,7 @@ from ...workers.agent.inference import FleetInference, Model, check_inference_ru
 from ...workers.agent.keeper import Elsewhere
 from ...workers.engines.model_tokenizer import ends_of, load_tokenizer
 from ..cli.printing import Console
-from .options import GatewayOptions
+from .options import BROKER_WAIT_S, GatewayOptions
 
 CONNECTION_COUNT_MAX = 1024  # it waits at several places in each of the run's shards
 TURN_COUNT_MAX = 16  # of a carrier: what its turns made waits in the broker for its end; a new one costs 3 round trips
@@ -52,7 +52,15 @@ async def serve_run(options: GatewayOptions, gateway: GatewayConfig, run_id: str
         if options.model is not None:
             await publish_first(run)
         publish = partial(_publish, run, options.weights)
-        inference = FleetInference(ports, config, model, SystemClock(), worker_id=worker_id, publish=publish)
+        inference = FleetInference(
+            ports,
+            config,
+            model,
+            SystemClock(),
+            worker_id=worker_id,
+            publish=publish,
+            broker_wait_s=BROKER_WAIT_S,
+        )
         elsewhere = Elsewhere(
             open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id), make_ask_reward=lambda: no_reward
         )

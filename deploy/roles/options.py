@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 HARDWARE_LETTERS_MAX = 100
 ROLES = ("dedicated", "serving")
 MEMORY_MIB_MAX = 1 << 24  # 16 TiB, more than a machine has
+BROKER_WAIT_S = 20.0  # of a gateway's clients, until they are told to try again: a broker's restart takes less
 
 
 def need_seconds(name: str, given: float) -> float:

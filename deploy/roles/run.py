@@ -36,6 +36,7 @@ from ..cli.exits import INTERRUPTED
 from ..cli.printing import Console
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, new_engine, patience_of
 from .options import (
+    BROKER_WAIT_S,
     AgentOptions,
     ApiOptions,
     GatewayOptions,
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AGENT_CONNECTION_COUNT_MAX = 1024  # an agent waits at two places for each run that there is, and in each of its shards
-BROKER_WAIT_S = 20.0  # of a gateway's clients, until they are told to try again: a broker's restart takes less
 LEFTOVERS_S = 1.0
 STOP_S = 1.5  # to give back what is held, once asked to stop, before the broker is asked whether it is there
 ANSWER_S = 3.0  # for its answer; with STOP_S before and after it, less than a supervisor waits

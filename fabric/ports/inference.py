@@ -134,8 +134,12 @@ class Inference(Protocol):
         """Say why requests do not come forward, with the next step; empty: they do, or it cannot be read now."""
         ...
 
-    async def generate(self, prompt: Prompt) -> Completions:
-        """Return completions, each of which is a turn. Cancelling it gives them up and frees their slots."""
+    async def generate(self, prompt: Prompt, *, outlasts_broker: bool = False) -> Completions:
+        """Return completions, each of which is a turn. Cancelling it gives them up and frees their slots.
+
+        outlasts_broker: whether it waits for as long as the broker is away; else it is given up after a while, with
+        BrokerError.
+        """
         ...
 
     def text_of(self, token_ids: Sequence[int]) -> str:
@@ -146,7 +150,8 @@ class Inference(Protocol):
     async def pause(self, mode: PauseMode) -> None:
         """Hold new requests back until `resume`. What is under way goes on (keep), is waited for, or given up.
 
-        Requests that are given up are answered with finish "abort" and no tokens.
+        Requests that are given up are answered with finish "abort" and no tokens. It is paused, too, where BrokerError
+        says that the wait for them was broken off.
         """
         ...
 

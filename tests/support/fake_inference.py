@@ -52,7 +52,7 @@ class FakeInference:
             running_count=0,
         )
 
-    async def generate(self, prompt: Prompt) -> Completions:
+    async def generate(self, prompt: Prompt, *, outlasts_broker: bool = False) -> Completions:
         """Answer as the script says."""
         self.prompts.append(prompt)
         step = self.script.popleft() if self.script else [made(8, 9) for _ in range(prompt.count)]

@@ -6,13 +6,15 @@
   stood still, or the broker lost its memory) is asked for anew, on another: its client only waits longer.
 - A pin is looked at twice: before anything is asked for, against the head, and in what came back, against the version
   of every token. What violates it is never given out.
-- A request that its client leaves is cancelled, and its slot is free at the worker's next renewal.
+- A request that its client leaves is cancelled, and its slot is free at the worker's next renewal. So is one whose
+  client was told that the broker is away: who asks again has it made anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -36,7 +38,7 @@ from ...fabric.contract.limits import check_prompt
 from ...fabric.contract.records import RunConfig, Sampling, TurnJob, TurnResult, WorkerInfo
 from ...fabric.contract.sampling import GUIDED, SEED_MAX, check_sampling, sampling_from, with_ends
 from ...fabric.contract.sides import dense
-from ...fabric.host.helpers import Helpers
+from ...fabric.host.helpers import Helpers, end_all
 from ...fabric.inspect.diagnosing import diagnose_run
 from ...fabric.inspect.diagnosis import is_well
 from ...fabric.model.tokenizer import Tokenizer
@@ -59,6 +61,7 @@ from ..engines.admission import NO_NUMBERS, OVER_CONTEXT
 from .carriers import Carrier, Carriers
 from .episode import TurnCaller
 from .keeper import Elsewhere, Keeper, KeeperConfig, patiently
+from .session import answered
 from .slots import Quarantine
 
 log = logging.getLogger(__name__)
@@ -99,15 +102,29 @@ class FleetInference:
     """See ports/inference.py, Inference."""
 
     def __init__(
-        self, fabric: Fabric, run: RunConfig, model: Model, clock: Clock, *, worker_id: str, publish: Publish
+        self,
+        fabric: Fabric,
+        run: RunConfig,
+        model: Model,
+        clock: Clock,
+        *,
+        worker_id: str,
+        publish: Publish,
+        broker_wait_s: float = math.inf,
     ) -> None:
-        """publish: publishes the weights of a path; see Inference.publish."""
+        """Make it.
+
+        Args:
+            publish: publishes the weights of a path; see Inference.publish.
+            broker_wait_s: for which a client waits for a broker that does not answer, before it is told to try again.
+        """
         self._fabric = fabric
         self._run = run
         self._model = model
         self._clock = clock
         self._worker_id = worker_id
         self._publish = publish
+        self._broker_wait_s = broker_wait_s
         self._carriers = Carriers(fabric, run, worker_id)
         self._timings = Timings(new_process_id())
         self._caller = TurnCaller(
@@ -238,9 +255,15 @@ class FleetInference:
             for is_known, ids in groupby(token_ids, lambda each: each < size)
         )
 
-    async def generate(self, prompt: Prompt) -> Completions:
+    async def generate(self, prompt: Prompt, *, outlasts_broker: bool = False) -> Completions:
         """See ports/inference.py."""
-        settings = self._settings(prompt)
+        making = asyncio.create_task(self._generate(prompt, self._settings(prompt)))
+        try:
+            return await answered(making, self._caller, math.inf if outlasts_broker else self._broker_wait_s)
+        finally:
+            await end_all([making])
+
+    async def _generate(self, prompt: Prompt, settings: Sequence[Sampling]) -> Completions:
         is_let_in = False
         while not is_let_in:
             await self._may_begin.wait()
@@ -266,7 +289,11 @@ class FleetInference:
         if mode == ABORT:
             self.abort(None)
         if mode in (ABORT, WAIT):
-            await self._is_idle.wait()
+            idling = asyncio.create_task(self._is_idle.wait())
+            try:
+                await answered(idling, self._caller, self._broker_wait_s)
+            finally:
+                idling.cancel()
 
     async def resume(self) -> None:
         """See ports/inference.py."""

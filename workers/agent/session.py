@@ -223,7 +223,7 @@ class AgentSession:
             self._set_ending(reward, info, error)
         check_same_end(self.facts, reward, error)
         is_void = self._ending.result().error is not None
-        if not await _answered(self._recorded, self._caller, self._broker_wait_s) and not is_void:
+        if not await answered(self._recorded, self._caller, self._broker_wait_s) and not is_void:
             raise self._over()
 
     def _set_ending(self, reward: float | None, info: Mapping[str, Any] | None, error: str | None) -> None:
@@ -303,7 +303,7 @@ class AgentSession:
         waited = self._recorded, self._caller, self._broker_wait_s
 
         async def ask() -> SessionFacts | None:
-            return facts if await _answered(*waited) or is_void else None
+            return facts if await answered(*waited) or is_void else None
 
         return ask
 
@@ -395,7 +395,7 @@ class AgentSession:
         loop = asyncio.get_running_loop()
         given.taker_count += 1
         try:
-            reply = await _answered(given.reply, self._caller, self._broker_wait_s)
+            reply = await answered(given.reply, self._caller, self._broker_wait_s)
         except asyncio.CancelledError:
             if given.reply.cancelled():
                 raise self._over() from None
@@ -516,7 +516,7 @@ def all_asked_for(turn_count_max: int) -> QueueFull:
     )
 
 
-async def _answered(work: asyncio.Future[T], caller: Caller, broker_wait_s: float) -> T:
+async def answered(work: asyncio.Future[T], caller: Caller, broker_wait_s: float) -> T:
     """Return what `work` comes to, which goes on if its caller leaves.
 
     Raises:
@@ -527,7 +527,7 @@ async def _answered(work: asyncio.Future[T], caller: Caller, broker_wait_s: floa
     while not work.done():
         left_s = max(begun_s, caller.answered_at_s) + broker_wait_s - loop.time()
         if left_s <= 0:
-            raise BrokerError(f"the broker has not answered for {broker_wait_s:g} s: ask again, which loses nothing")
+            raise BrokerError(f"the broker has not answered for {broker_wait_s:g} s: ask again")
         await asyncio.wait([work], timeout=None if math.isinf(left_s) else left_s)
     return work.result()
 

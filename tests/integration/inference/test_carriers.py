@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ import pytest
 from redis import Redis
 
 from rollfab.fabric.contract.clock import SystemClock
-from rollfab.fabric.contract.errors import InputError, VersionUnmet
+from rollfab.fabric.contract.errors import BrokerError, InputError, VersionUnmet
 from rollfab.fabric.contract.ids import group_of, trajectory_of
 from rollfab.fabric.contract.records import Lease, RunConfig, Span, TurnResult
 from rollfab.fabric.model.tokenizer import CharTokenizer
@@ -82,7 +83,7 @@ def _empty(redis: Redis) -> None:
 
 
 @asynccontextmanager
-async def serving(url: str) -> AsyncIterator[tuple[FleetInference, RedisFabric, Hand]]:
+async def serving(url: str, broker_wait_s: float = math.inf) -> AsyncIterator[tuple[FleetInference, RedisFabric, Hand]]:
     async with await RedisFabric.open(url, client_name="test") as ports:
         await ports.board.create_run(RUN)
         assert await set_lease(ports.board, LEASE, None)
@@ -91,7 +92,9 @@ async def serving(url: str) -> AsyncIterator[tuple[FleetInference, RedisFabric, 
             raise AssertionError("no test here publishes by a path")
 
         model = Model(tokenizer=CharTokenizer(), ends=(2,))
-        inference = FleetInference(ports, RUN, model, SystemClock(), worker_id="gateway", publish=publish)
+        inference = FleetInference(
+            ports, RUN, model, SystemClock(), worker_id="gateway", publish=publish, broker_wait_s=broker_wait_s
+        )
         stop = asyncio.Event()
         elsewhere = Elsewhere(
             open_fabric=partial(RedisFabric.open, url, client_name="keeper"), make_ask_reward=lambda: no_reward
@@ -177,6 +180,38 @@ async def test_while_the_broker_is_away_requests_wait_and_it_is_said_for_how_lon
                 return not await is_said()
 
             await until(is_over)
+
+
+async def test_who_waits_while_the_broker_is_away_is_told_and_its_turn_is_given_up_then(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        async with serving(server.url, broker_wait_s=2.0) as (inference, _, hand):
+            # Given a request under way, one of a client that comes back for it, and a broker that stands still
+            asking, kept = ask(inference), asyncio.create_task(_kept(inference))
+            claims = await hand.take(2)
+            os.kill(server.pid, signal.SIGSTOP)
+            # When its client, one that begins now, and who pauses have waited, then all of them are told
+            late, pausing = ask(inference), asyncio.create_task(inference.pause("abort"))
+            told = await asyncio.gather(asking, late, pausing, return_exceptions=True)
+            assert [str(each) for each in told] == ["the broker has not answered for 2 s: ask again"] * 3
+            assert all(isinstance(each, BrokerError) for each in told) and not kept.done()
+            # And when it is back, nobody makes what was given up, and who asks again has it made
+            os.kill(server.pid, signal.SIGCONT)
+            assert (await kept).made[0].finish == "abort"
+
+            async def are_lost() -> bool:
+                found = await hand.turns.exchange("w", progress=[TurnProgress(claim=each) for each in claims])
+                return set(found.lost) == {each.job.turn_id for each in claims}
+
+            await until(are_lost)
+            await inference.resume()
+            again = ask(inference)
+            (claim,) = await hand.take(1)
+            await hand.settle(claim)
+            assert (await again).made[0].token_ids == [8, 2]
+
+
+async def _kept(inference: FleetInference) -> Completions:
+    return await inference.generate(Prompt(token_ids=PROMPT), outlasts_broker=True)
 
 
 async def test_a_request_goes_on_elsewhere_when_its_carrier_is_lost(url: str) -> None:
