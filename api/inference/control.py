@@ -191,9 +191,9 @@ class Control:
         body.ignore(*OF_ONE_ENGINE)
         body.allow("manifest", advice="give model_path alone")
         body.close()
-        if must_abort:
-            self._inference.abort(None)
         published = await self._inference.publish(path, version, allow_nonfinite=allow_nonfinite)
+        if must_abort:  # not before: an update that is refused costs nobody an answer
+            self._inference.abort(None)
         told: dict[str, Any] = {"success": True, "message": f"published as version {published}"}
         return answer({**told, "num_paused_requests": 0, "weight_version": str(published)})
 

@@ -279,6 +279,29 @@ def test_weights_from_elsewhere_are_refused(fleet: InferenceProcess) -> None:
         assert str(fleet.weights) not in response.text, "where the directory is concerns nobody"
 
 
+def test_an_update_gives_requests_up_only_where_it_is_not_refused(fleet: InferenceProcess) -> None:
+    head = int(fleet.get("/weight_info")["weight_version"])
+    fleet.save("instead", {name: each + 1 for name, each in lively_weights().items()})
+    update = {"abort_all_requests": True, "weight_version": str(head + 1)}
+
+    async def main() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=fleet.url, headers=fleet.http.headers, timeout=60.0) as http:
+            long = asyncio.create_task(http.post(GENERATE, json=ask_long(8, 9)))
+            await until(lambda: _is_asked(http))
+            # When updates are refused: for what they name, and for their version
+            for path, version in (("none", head + 1), ("instead", head)):
+                said = {**update, "model_path": path, "weight_version": str(version)}
+                assert (await http.post("/update_weights_from_disk", json=said)).status_code == 400
+            # Then the request is under way, until one is taken
+            assert await _is_asked(http) and not long.done()
+            taken = await http.post("/update_weights_from_disk", json={**update, "model_path": "instead"})
+            assert taken.status_code == 200, taken.text
+            return await long
+
+    (choice,) = asyncio.run(main()).json()["choices"]
+    assert (choice["finish_reason"], choice["token_ids"]) == ("abort", [])
+
+
 def test_weights_that_are_no_numbers_are_refused_unless_they_are_allowed(fleet: InferenceProcess) -> None:
     # Given weights of which one is NaN, and such that are right
     head = int(fleet.get("/weight_info")["weight_version"])
