@@ -24,7 +24,7 @@ from ..fabric.contract.errors import ConfigError, FabricError
 from ..fabric.contract.text import printable, validated
 from ..fabric.host.command import with_commands
 from .cli.arguments import refuse_secrets, with_finite_numbers
-from .cli.exits import INTERRUPTED, leaving_at_once
+from .cli.exits import is_interrupt, leaving_at_once
 from .cli.logs import set_up_logs
 from .cli.options import AsJson
 from .local.supervisor import follow_parent
@@ -160,8 +160,8 @@ def main() -> None:
         refuse_secrets(arguments)
         app(args=arguments)
     except BaseException as error:
-        if _is_interrupt(error):
-            sys.exit(INTERRUPTED)
+        if is_interrupt(error):
+            raise
         if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):  # typer hides it
             if _has_no_reader():
                 sys.exit(0)
@@ -170,13 +170,6 @@ def main() -> None:
             raise
         _tell(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind it: a library that was loading, or a question, may have made something else of it."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _has_no_reader() -> bool:

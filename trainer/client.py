@@ -141,10 +141,24 @@ class _Loop:
 
     def __init__(self) -> None:
         self._home = Home()
-        self._loop = asyncio.SelectorEventLoop(_Selector())
         self.is_at_exit = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollfab-client", daemon=True)
+        self._is_made = _Event()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="rollfab-client", daemon=True)
         self._thread.start()
+        self._is_made.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._loop = asyncio.SelectorEventLoop(_Selector())  # not where Ctrl-C is raised: half a loop complains
+        except OSError as error:
+            self._error = error
+            return
+        finally:
+            self._is_made.set()
+        self._loop.run_forever()
 
     @property
     def is_open(self) -> bool:

@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.text import did_you_mean
 from ...fabric.rules.queue.push import no_such_run
+from .exits import run_async
 
 if TYPE_CHECKING:
     from ...fabric.contract.records import RunConfig
@@ -112,15 +113,13 @@ def need_url(url: str | None) -> str:
 
 def with_ports(url: str, work: Callable[[RedisFabric], Awaitable[T]], *, patience_s: float = PATIENCE_S) -> T:
     """Open the broker, do one thing, close it."""
-    import asyncio  # it and redis take 0.2 s, which the help of a command does not pay
-
-    from ...fabric.opened import RedisFabric
+    from ...fabric.opened import RedisFabric  # takes 0.2 s, which the help of a command does not pay
 
     async def main() -> T:
         async with await RedisFabric.open(url, client_name="cli", patience_s=patience_s) as ports:
             return await work(ports)
 
-    return asyncio.run(main())
+    return run_async(main())
 
 
 async def find_run(ports: RedisFabric, run: str | None) -> RunConfig:

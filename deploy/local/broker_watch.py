@@ -34,7 +34,11 @@ class BrokerWatch:
 
     def start(self) -> None:
         """Begin to look."""
-        threading.Thread(target=lambda: asyncio.run(self._look()), name="broker-watch", daemon=True).start()
+        threading.Thread(
+            target=lambda: asyncio.run(self._look()),  # noqa: TID251
+            name="broker-watch",
+            daemon=True,
+        ).start()
 
     async def _look(self) -> None:
         while True:

@@ -24,6 +24,7 @@ from ...fabric.contract.wire import load_json
 from ...fabric.host.command import command
 from ...fabric.host.directories import make_directory
 from ...fabric.opened import RedisFabric
+from ..cli.exits import run_async
 from ..cli.printing import Console, show_json
 from ..cli.speech import say
 from ..cli.status import snapshot
@@ -105,7 +106,7 @@ def run_demo(options: DemoOptions) -> int:
         start_roles(supervisor, broker.url, roles)
         place = {"ROLLFAB_URL": broker.url}
         supervisor.add("trainer", _trainer_words(options, directory), is_restarted=False, environment=place)
-        state = asyncio.run(_watch(broker.url, supervisor, console, options, port))
+        state = run_async(_watch(broker.url, supervisor, console, options, port))
         state.seconds = time.monotonic() - started_s
     return _finish(state, directory, console, options)
 

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...fabric.contract.errors import ConfigError, InputError
 from ...fabric.host.helpers import Helpers
-from ..cli.exits import INTERRUPTED
+from ..cli.exits import INTERRUPTED, run_async
 from ..cli.options import AsJson
 from ..cli.printing import Console, show
 from .records import Arrival
@@ -147,10 +147,10 @@ def run_replay(options: ReplayOptions, *, json_output: bool) -> int:
     from .report import measured, print_measured
     from .scale import Load
 
-    server = asyncio.run(find_server(options.url, options.model, options.manner.api_key))
+    server = run_async(find_server(options.url, options.model, options.manner.api_key))
     load = workload(options.trace, options.part, options.shaping, context_tokens=server.context_tokens)
     with _written(options.outcomes_path) as write:
-        outcomes, cpu_s, is_interrupted = asyncio.run(_replayed(load, server, options.manner))
+        outcomes, cpu_s, is_interrupted = run_async(_replayed(load, server, options.manner))
         wrong = write(dump_outcomes(outcomes))
     found = measured(outcomes, options.slo, seed=options.part.seed, client_cpu_s=cpu_s)
     if json_output:

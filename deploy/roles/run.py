@@ -32,7 +32,7 @@ from ...fabric.tracing.export import open_spans
 from ...fabric.tracing.spans import Spans
 from ...workers.engines.base import Engine
 from ...workers.environments.confinement import hide, say_what_lacks
-from ..cli.exits import INTERRUPTED
+from ..cli.exits import INTERRUPTED, run_async
 from ..cli.printing import Console
 from .engines import CONTEXT_TOKENS_MAX, EngineOptions, new_engine, patience_of
 from .options import (
@@ -104,7 +104,7 @@ def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]], url: st
         await _tell_end(serving, asked, url)
         await _end_leftovers()
 
-    asyncio.run(main())
+    run_async(main())
     if signal.SIGINT in asked:
         raise KeyboardInterrupt
 
@@ -326,7 +326,7 @@ def run_worker(options: WorkerOptions, *, make_engine: Callable[[EngineOptions, 
 
     worker_id, engine, serving = _named(options, options.role), options.engine, options.serving
     options.check()
-    asyncio.run(_reach(options.url, worker_id))
+    run_async(_reach(options.url, worker_id))
     then = f"starts its engine with the model {one_line(_model(engine).name)}, then waits for a lease"
     _say_begun(f"{options.role} worker", worker_id, options.url, then)
     sharing = _sharing(serving)

@@ -7,7 +7,6 @@ processes of its own, from the directory in which the role is started.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from ...api.access.config import check_tls
 from ...fabric.contract.errors import ConfigError, FabricError
 from ...workers.environments.confinement import hide
+from ..cli.exits import run_async
 from .engines import EngineOptions, require_engine
 from .options import AgentOptions, ApiOptions, ForeignOptions, GatewayOptions, RewardOptions, RoleOptions, WorkerOptions
 
@@ -33,9 +33,9 @@ def check_role(options: RoleOptions) -> None:
     """
     options.check()
     if isinstance(options, AgentOptions):
-        asyncio.run(_check_environments(options))
+        run_async(_check_environments(options))
     elif isinstance(options, RewardOptions):
-        asyncio.run(_check_rewards(options))
+        run_async(_check_rewards(options))
     elif isinstance(options, WorkerOptions):
         _check_engine(options.engine)
     elif isinstance(options, ApiOptions | GatewayOptions):

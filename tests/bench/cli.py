@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rollfab.deploy.cli.exits import run_async
 from rollfab.deploy.cli.options import Url, need_url
 from rollfab.fabric.contract.errors import ConfigError
 
@@ -49,7 +49,7 @@ def _plain(name: str, text: str) -> None:
 
         def measured() -> Any:
             report = bench.measure(bench.QUICK if quick else bench.FULL)
-            return asyncio.run(report) if iscoroutine(report) else report
+            return run_async(report) if iscoroutine(report) else report
 
         faults = getattr(bench, "faults", lambda report: ())
         raise typer.Exit(run_bench(measured, bench.print_table, json_output=json, faults=faults))

@@ -239,7 +239,7 @@ class _Thread:
             await self._work()
 
         try:
-            asyncio.run(main())
+            asyncio.run(main())  # noqa: TID251
         except asyncio.CancelledError:
             pass
         except BaseException as error:  # noqa: BLE001 - the top of a thread: the agent raises it

@@ -22,6 +22,7 @@ from ....fabric.versions.rank_parts import whole as whole_part
 from ....fabric.versions.snapshot import Identity, Prepared, Snapshot
 from ....fabric.versions.stage import Stage
 from ....workers.engines.vllm.engine import VllmEngine
+from ...cli.exits import run_async
 from ...replay.figures import percentile
 from .engines import Bits, check, engine, request, whole
 from .models import change, layout_of, random_bits, save, write_model
@@ -61,7 +62,7 @@ class Steps:
 def main() -> None:
     told, _ = asked()
     with tempfile.TemporaryDirectory(prefix="rollfab-kit-") as directory:
-        asyncio.run(_run(told, Path(directory)))
+        run_async(_run(told, Path(directory)))
 
 
 async def _run(told: Asked, directory: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import tempfile
 import time
 from pathlib import Path
 
+from ...cli.exits import run_async
 from .engines import answer, check, engine, some
 from .models import change, layout_of, random_bits, save, write_model
 from .telling import Asked, asked, tell
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true")
     told, options = asked(parser)
     with tempfile.TemporaryDirectory(prefix="rollfab-kit-") as directory:
-        asyncio.run(_run(told, Path(directory), is_eager=not options.graphs))
+        run_async(_run(told, Path(directory), is_eager=not options.graphs))
 
 
 async def _run(told: Asked, directory: Path, *, is_eager: bool) -> None:

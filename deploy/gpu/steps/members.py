@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from tests.support.processes.collective_processes import Member, Sender, Stage, check_live, stage
 
 from ....fabric.opened import RedisFabric
+from ...cli.exits import run_async
 from .telling import Asked, asked, tell
 
 ALIVE_S = {True: 1.0, False: 75.0}  # its watchdog ends a process some 60 s after an error
@@ -27,7 +27,7 @@ def main() -> None:
     told, _ = asked()
     with tempfile.TemporaryDirectory(prefix="rollfab-kit-") as directory, stage(Path(directory)) as members:
         receiver, doomed = members.start(RUN_ID, receiver="", doomed="die:2")
-        asyncio.run(_rounds(told, members, receiver, doomed))
+        run_async(_rounds(told, members, receiver, doomed))
 
 
 async def _rounds(told: Asked, members: Stage, receiver: Member, doomed: Member) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from pathlib import Path
 
 from ....fabric.contract.errors import EngineUnsupported
+from ...cli.exits import run_async
 from .engines import answer, check, engine, some
 from .models import change, layout_of, random_bits, save, write_model
 from .telling import Asked, asked, skip, tell
@@ -15,7 +15,7 @@ from .telling import Asked, asked, skip, tell
 def main() -> None:
     told, _ = asked()
     with tempfile.TemporaryDirectory(prefix="rollfab-kit-") as directory:
-        asyncio.run(_run(told, Path(directory)))
+        run_async(_run(told, Path(directory)))
 
 
 async def _run(told: Asked, directory: Path) -> None:

@@ -247,6 +247,56 @@ def test_an_interrupt_while_a_command_loads_ends_it_without_a_word(
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+CALLED = """
+import os, signal, sys, threading
+
+def look(frame, event, _):
+    if event == "call" and frame.f_code.co_qualname == os.environ["INTERRUPT_AT"]:
+        sys.setprofile(None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.setprofile(look)
+threading.setprofile(look)
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "call",
+    [
+        "set_up_logs",
+        "BaseEventLoop.__init__",
+        "BaseSelectorEventLoop._make_self_pipe",
+        "Runner.run",
+        "BaseEventLoop.run_until_complete",
+        "RedisFabric.open",
+        "_cancel_all_tasks",
+        "BaseEventLoop.shutdown_default_executor",
+        "BaseSelectorEventLoop.close",
+        "_shutdown",
+    ],
+)
+def test_an_interrupt_while_a_loop_is_made_or_closed_or_all_ends_ends_a_command_without_a_word(
+    tmp_path: Path, url: str, call: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CALLED)
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    line, environment = command("status", url=url, PYTHONPATH=path, INTERRUPT_AT=call)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.timeout(120)
+def test_a_client_that_is_interrupted_while_its_loop_is_made_leaves_no_half_of_one(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CALLED)
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    _, environment = command(PYTHONPATH=path, INTERRUPT_AT="BaseEventLoop.__init__")
+    line = [sys.executable, "-c", "import rollfab; rollfab.connect()"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (-signal.SIGINT, "KeyboardInterrupt")
+    assert "Exception ignored" not in done.stderr
+
+
 ROLES = (["controller"], ["agent"], ["worker"], ["reward"], ["api", "--port", "0"])
 
 
