@@ -51,8 +51,10 @@ async function send(path, options) {
 
 const GIVE = "give one with the button Key, above";
 
-/** The error for an answer that refuses. Of keys the api tells who sends headers what to do; here somebody looks at a page. */
+/** The error for an answer that refuses. The api tells who sends requests what to do; here somebody looks at a page. */
 function refused(status, body) {
+  if (body.error === "RunUnknown")
+    return new ApiError(status, "this run was deleted, or never created: Overview, above, lists those that there are");
   if (status !== 401) return new ApiError(status, body.message ?? `it answered ${status}`);
   return new ApiError(status, `${hasKey() ? "this key is not known here" : "a key is needed"}: ${GIVE}`);
 }
