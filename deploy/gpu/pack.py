@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...fabric.host.directories import replacing
 from .parts import IMAGE_HAS, LEFT_OUT, LIMIT_BYTES, Part, Unit, lay, own_transformers, share_of, wanted_wheels
 from .wheels import MODES, Lock, Wheels, digest_of, files_of, read_lock
 
@@ -51,7 +52,8 @@ class Packer:
         """Make a unit of these files, in order."""
         folder = FOLDERS.get(kind, "vllm")
         data = lzma.compress(_tar((f"{folder}/{path}", mode, content) for path, mode, content in files))
-        (self._units / f"{name}.tar.xz").write_bytes(data)
+        with replacing(self._units / f"{name}.tar.xz") as new:
+            new.write_bytes(data)
         self.units.append(Unit(name=name, folder=folder, kind=kind, byte_count=len(data)))
 
     def add_wheels(self, kind: str, wanted: dict[str, str], lock: Lock) -> None:
@@ -79,8 +81,6 @@ class Packer:
 
     def write(self, limit_bytes: int) -> dict[str, Any]:
         """Write parts and manifest; returns the manifest."""
-        for stale in self._out.glob("part-*.tar"):
-            stale.unlink()
         parts, too_large = lay(self.units, limit_bytes)
         for unit in too_large:
             self.missing[unit.name] = f"{unit.byte_count:,} bytes are more than a part may have"
@@ -90,13 +90,20 @@ class Packer:
             "missing": dict(sorted(self.missing.items())),
             "left_out": LEFT_OUT,
         }
-        (self._out / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", "utf-8")
+        with replacing(self._out / MANIFEST) as new:
+            new.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", "utf-8")
+        for stale in {*self._out.glob("part-*.tar")} - {self._path(part) for part in parts}:
+            stale.unlink()
         return manifest
 
+    def _path(self, part: Part) -> Path:
+        return self._out / f"part-{part.number}.tar"
+
     def _write(self, part: Part) -> dict[str, Any]:
-        path = self._out / f"part-{part.number}.tar"
+        path = self._path(part)
         names = sorted(f"{unit.name}.tar.xz" for unit in part.units)
-        path.write_bytes(_tar((name, MODES[False], (self._units / name).read_bytes()) for name in names))
+        with replacing(path) as new:
+            new.write_bytes(_tar((name, MODES[False], (self._units / name).read_bytes()) for name in names))
         holds = {unit.name: unit.byte_count for unit in part.units}
         return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest_of(path), "holds": holds}
 

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rollfab.fabric.host.directories import replacing
+
 HERE = Path(__file__).parent
 LIST = HERE / "licences.txt"
 ELSEWHERE = {"torch-cpu.txt", "accepted.txt", LIST.name}  # torch-cpu.txt: the same torch as torch.txt's
@@ -105,7 +107,8 @@ def main() -> None:
     lines = [f"{name} {licence}" for name, licence in sorted(licences.items())]
     if wrong := unexpected(lines):
         raise SystemExit("not expected (see deploy/lock/licences.py):\n" + "\n".join(wrong))
-    LIST.write_text("# The licence of each package in lock/. Written by `make lock`.\n" + "\n".join(lines) + "\n")
+    with replacing(LIST) as new:
+        new.write_text("# The licence of each package in lock/. Written by `make lock`.\n" + "\n".join(lines) + "\n")
     print(f"lock/{LIST.name}: {len(lines)} packages")
 
 

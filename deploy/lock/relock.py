@@ -36,6 +36,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from rollfab.fabric.host.directories import replacing
+
 HERE = Path(__file__).parent
 NOT_PINNED = {"pip", "rollfab"}
 BREAKS_VLLM = {"torchvision", "torchaudio", "torchcodec", "triton"}  # builds for CUDA; vLLM on a CPU runs without them
@@ -110,7 +112,8 @@ def head_of(name: str) -> str:
 
 
 def write(name: str, text: str, *, include: str = "") -> None:
-    (HERE / name).write_text(head_of(name) + include + text)
+    with replacing(HERE / name) as new:
+        new.write_text(head_of(name) + include + text)
     print(f"lock/{name}: {len(pins_in(text))} packages")
 
 

@@ -21,6 +21,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...fabric.contract.errors import ConfigError, InputError
+from ...fabric.host.directories import replacing
 from ...fabric.host.helpers import Helpers
 from ..cli.exits import INTERRUPTED, run_async
 from ..cli.options import AsJson
@@ -178,9 +179,10 @@ def _load_notes(load: Workload) -> list[str]:
 
 @contextmanager
 def _written(path: Path | None) -> Iterator[Any]:
-    """Yield a function that writes there, and returns why it cannot; opens a file at once, before the replay.
+    """Yield a function that writes there, and returns why it cannot; finds that out at once, before the replay.
 
-    A plain file gets its name when all of it is written. What else is there, as a pipe, is written to as it is.
+    A plain file gets its name when all of it is written. What else is there, as a pipe, is opened at once, and written
+    to as it is.
 
     Raises:
         InputError: it cannot.
@@ -189,29 +191,30 @@ def _written(path: Path | None) -> Iterator[Any]:
         yield lambda data: ""
         return
     is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
-    new = path.with_name(f"{path.name}.new") if is_plain else path
     try:
-        file = new.open("wb", buffering=0)
+        if is_plain:
+            with replacing(path) as new:
+                new.touch()
+                new.unlink()  # so that nothing is replaced
+        file = None if is_plain else path.open("wb", buffering=0)
     except OSError as error:
         raise InputError(f"outcomes cannot be written to {path}: {error.strerror}") from error
 
     def write(data: bytes) -> str:
         try:
+            if file is None:
+                with replacing(path) as new:
+                    new.write_bytes(data)
+                return ""
             rest = memoryview(data)
             while rest:
                 rest = rest[file.write(rest) :]
-            if is_plain:
-                new.replace(path)
         except OSError as error:
             return f"outcomes cannot be written to {path}: {error.strerror}"
         return ""
 
-    try:
-        with file:
-            yield write
-    finally:
-        if is_plain:
-            new.unlink(missing_ok=True)
+    with file or contextlib.nullcontext():
+        yield write
 
 
 async def _replayed(load: Workload, server: Server, manner: Manner) -> tuple[list[Outcome], float, bool]:

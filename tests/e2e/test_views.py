@@ -278,7 +278,9 @@ async def test_a_trajectory_is_told_as_text_tokens_times_and_raw(api: ApiWorld, 
     # And of one whose run was deleted, a person is told so in words for a page
     await api.fabric.board.delete_run(RUN.run_id)
     await page.call("Page.navigate", url=f"{api.url}runs/r1/trajectories/g1.0")
-    await page.wait_text(".notice", "this run was deleted, or never created: Overview, above, lists those that there are")
+    await page.wait_text(
+        ".notice", "this run was deleted, or never created: Overview, above, lists those that there are"
+    )
 
 
 async def test_tokens_are_coloured_by_how_far_the_trainer_s_log_probabilities_differ(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import resource
 from pathlib import Path
 from types import ModuleType
 
@@ -55,6 +56,20 @@ def test_each_package_has_a_licence_that_is_expected() -> None:
 def test_a_licence_that_nobody_has_read_is_named(licence: str) -> None:
     line = f"somebody {licence}"
     assert load("licences").unexpected(["# a comment", "other MIT AND (Apache-2.0 OR BSD-3-Clause)", line]) == [line]
+
+
+def test_a_lock_that_cannot_be_written_whole_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    relock = load("relock")
+    monkeypatch.setattr(relock, "HERE", tmp_path)
+    (tmp_path / "demo.txt").write_text("# what it is\na==1\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            relock.write("demo.txt", "b==2\n" * 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["# what it is\na==1\n"]
 
 
 def test_nothing_is_installed_from_a_lock_without_its_digests() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,24 @@ def small_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_wheels_make_the_same_bytes(words: list[str], tmp_path: Path) -> None:
     first, again = (pack(words, tmp_path / name) for name in ("one", "two"))
     assert first == again and "project" in first["parts"][0]["holds"]
+
+
+def test_a_disk_that_is_full_leaves_what_was_packed_before(words: list[str], tmp_path: Path) -> None:
+    # Given parts, and a disk with room for small files alone
+    out = tmp_path / "parts"
+    pack(words, out, "--no-project")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    wheel(tmp_path / "wheels", "transformers-5.23.0-py3-none-any.whl", {"transformers/__init__.py": os.urandom(9000)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    # When they are packed again
+    try:
+        with pytest.raises(OSError, match="too large"):
+            pack(words, out, "--no-project")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    # Then what was there is as it was, and no half of anything beside it
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 def test_no_part_is_larger_than_the_limit(words: list[str], tmp_path: Path) -> None:
