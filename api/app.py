@@ -83,7 +83,7 @@ def make_app(ports: Ports, config: ApiConfig, *, training: APIRouter | None = No
     app.include_router(page_router(files))
     app.mount("/static", files, name="static")
     install_problems(app, TRAINING)
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, arriving_bytes_max=config.arriving_bytes_max)
     app.add_middleware(Guard, config=config)
     return app
 

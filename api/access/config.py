@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from typing import ClassVar
 
 from ...fabric.contract.errors import ConfigError
+from ...fabric.contract.limits import HTTP_BODY_BYTES_MAX, MIB
 from .keys import hash_key
 
 
@@ -33,6 +34,8 @@ class ListenConfig:
     """PEM file with its private key, where the certificate's file does not hold it."""
     connection_count_max: int = 512
     """Connections open at once, [1, 100000]; above it those that have sent no whole request make room."""
+    arriving_bytes_max: int = 256 * MIB
+    """Bytes of bodies that are not whole yet, of all requests together, [8 MiB, 1 TiB]; what goes beyond is refused."""
     request_timeout_s: float = 30.0
     """Seconds in which a request must arrive whole, head and body, [0.1, 3600]."""
     silence_timeout_s: float = 10.0
@@ -105,6 +108,7 @@ def check_listening(config: ListenConfig) -> None:
         )
     for name, least, most in (
         ("connection_count_max", 1, 100_000),
+        ("arriving_bytes_max", HTTP_BODY_BYTES_MAX, 1 << 40),
         ("request_timeout_s", 0.1, 3600),
         ("silence_timeout_s", 0.1, 3600),
         ("write_timeout_s", 0.1, 3600),

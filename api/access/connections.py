@@ -7,7 +7,7 @@
   work, the new one is refused with 503.
 - Keep-alive connections without a request end after uvicorn's own five seconds.
 
-h11 bounds the header's size (64 KiB), BodyLimit below the body's, and event streams have their own count.
+h11 bounds the header's size (64 KiB), BodyLimit below the body's and that of all together; event streams have a count.
 """
 
 from __future__ import annotations
@@ -181,16 +181,22 @@ class BoundedProtocol(H11Protocol):
 #
 # No request's body may be larger than HTTP_BODY_BYTES_MAX, whatever its header says of its length. It is refused where
 # it is read, so that every application answers in its own words, and strangers before anything else.
+# All bodies that are not whole yet share so many bytes. Who has one whole is bounded by the application.
 
 
 TEXT = f"a request's body may have {HTTP_BODY_BYTES_MAX:,} bytes: send less at once, or a reference to a file"
+CROWDED = "other requests whose bodies are still on their way take all the memory there is for them: try again"
 
 
 class BodyLimit:
-    """ASGI middleware; stands behind the guard, so strangers are refused before a byte is read."""
+    """ASGI middleware; stands behind the guard, so strangers are refused before a byte is read.
 
-    def __init__(self, app: ASGIApp) -> None:
+    A body that comes in one piece is always taken.
+    """
+
+    def __init__(self, app: ASGIApp, arriving_bytes_max: int) -> None:
         self._app = app
+        self._left_bytes = arriving_bytes_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -198,16 +204,28 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("content-length", "0")
         is_declared_large = declared.isdigit() and int(declared[:20]) > HTTP_BODY_BYTES_MAX
-        size = 0
+        size = held = 0
 
         async def receive_some() -> Message:
-            nonlocal size
+            nonlocal size, held
             if is_declared_large:
                 raise HTTPException(413, TEXT)
             message = await receive()
-            size += len(message.get("body", b""))
+            arrived = len(message.get("body", b""))
+            size += arrived
             if size > HTTP_BODY_BYTES_MAX:
                 raise HTTPException(413, TEXT)
+            if message.get("more_body"):
+                if arrived > self._left_bytes:
+                    raise HTTPException(503, CROWDED, {"retry-after": "1"})
+                self._left_bytes -= arrived
+                held += arrived
+            else:
+                self._left_bytes += held
+                held = 0
             return message
 
-        await self._app(scope, receive_some, send)
+        try:
+            await self._app(scope, receive_some, send)
+        finally:
+            self._left_bytes += held

@@ -53,7 +53,7 @@ def make_gateway(sessions: Sessions, config: GatewayConfig) -> FastAPI:
     app.include_router(model_routes, prefix="/s/{session}/v1")
     app.include_router(_session_routes(door, sessions, config))
     app.add_exception_handler(HTTPException, _unrouted)
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, arriving_bytes_max=config.arriving_bytes_max)
     return app
 
 

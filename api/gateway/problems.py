@@ -138,10 +138,11 @@ def unrouted_answer(error: Exception, text: str) -> Response:
 
 
 def _of_http(error: HTTPException) -> Problem:
-    codes = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large", 503: "unavailable"}
     texts = {405: "this route does not take this method"}
-    text = texts.get(error.status_code, error.detail)
-    return Problem(status=error.status_code, code=codes.get(error.status_code, "invalid_request"), message=text)
+    status, text = error.status_code, texts.get(error.status_code, error.detail)
+    code, retry_s = codes.get(status, "invalid_request"), 1 if status == 503 else None
+    return Problem(status=status, code=code, message=text, retry_s=retry_s)
 
 
 def _of_request(error: FabricError) -> Problem | None:

@@ -61,7 +61,7 @@ def make_inference(inference: Inference, config: GatewayConfig) -> FastAPI:
     app.include_router(routes)
     app.include_router(routes, prefix="/k/{key}")
     app.add_exception_handler(HTTPException, _unrouted)
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, arriving_bytes_max=config.arriving_bytes_max)
     return app
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import pytest
@@ -24,8 +26,15 @@ def sessions() -> FakeSessions:
 @pytest.fixture
 async def base(sessions: FakeSessions) -> AsyncIterator[str]:
     """The gateway's address, with a slash at its end."""
+    async with gateway(sessions) as address:
+        yield address
+
+
+@contextlib.asynccontextmanager
+async def gateway(sessions: FakeSessions, **settings: Any) -> AsyncIterator[str]:
+    """Serve one with these settings; gives its address, with a slash at its end."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    config = GatewayConfig(port=0, creator_keys=(CREATOR_KEY,))
+    config = GatewayConfig(port=0, creator_keys=(CREATOR_KEY,), **settings)
     serving = asyncio.create_task(run(make_gateway(sessions, config), config, stop, on_ready=ready.set_result))
     await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
     if serving.done():

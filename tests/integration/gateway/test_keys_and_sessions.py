@@ -16,7 +16,7 @@ import pytest
 from rollfab.fabric.contract.errors import QueueFull, RunUnknown
 from rollfab.fabric.contract.limits import HTTP_BODY_BYTES_MAX
 from rollfab.fabric.ports.sessions import KEY_BYTES, KEY_PREFIX, Opened
-from tests.integration.gateway.conftest import CREATOR_KEY
+from tests.integration.gateway.conftest import CREATOR_KEY, gateway
 from tests.support.fake_sessions import KEY, FakeSession, FakeSessions
 from tests.support.until import until
 
@@ -174,6 +174,38 @@ async def test_a_body_above_its_limit_is_refused(base: str, is_declared: bool) -
     async with httpx.AsyncClient(base_url=base) as client:
         answer = await client.post("v1/chat/completions", content=content, headers=ALLOWED)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
+
+
+async def test_bodies_on_their_way_share_a_bound_and_give_their_part_back(sessions: FakeSessions) -> None:
+    path, size, rest = "v1/chat/completions", HTTP_BODY_BYTES_MAX, 1 << 20
+    head = f"POST /{path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {size}\r\n\r\n"
+    large = {"content": b" " * 2 * rest, "headers": ALLOWED}
+    async with gateway(sessions, arriving_bytes_max=size) as base, httpx.AsyncClient(base_url=base) as client:
+        address = httpx.URL(base)
+        for is_finished in (True, False):
+            # Given a body of which most has come, and not the rest
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(head.encode() + b" " * (size - rest))
+            await writer.drain()
+            for _ in range(1000):  # the gateway reads it, in this same loop
+                await asyncio.sleep(0)
+            # When another comes: then it is refused, in its protocol's shape, and a small one is taken
+            refused = await client.post(path, **large)
+            said = refused.json()["error"]
+            assert (refused.status_code, said["code"], refused.headers["retry-after"]) == (503, "unavailable", "1")
+            assert "still on their way" in said["message"]
+            assert (await client.post(path, json=ASK, headers=ALLOWED)).status_code == 200
+            # And when the first is whole, or its client leaves, then there is room again
+            if is_finished:
+                writer.write(b" " * rest)
+                assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+            writer.close()
+            await writer.wait_closed()
+
+            async def is_taken() -> bool:
+                return (await client.post(path, **large)).status_code == 400  # it is no JSON
+
+            await until(is_taken)
 
 
 async def test_a_client_that_breaks_off_while_it_sends_costs_nothing(base: str, http: httpx.AsyncClient) -> None:
