@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..fabric.contract.errors import ConfigError, InputError, WireError
+from ..fabric.contract.errors import ConfigError, FabricError, InputError, WireError
 from ..fabric.contract.records import Failure, Group, Rollout, Side, nodes_from, spans_from
 from ..fabric.contract.sides import DTYPES
+from ..fabric.contract.text import DAMAGED
 from ..fabric.contract.wire import ARRAY_DTYPES, dump_json, load_json
 from ..fabric.host.directories import replacing
 from ..fabric.rules.filters import Keep, check_refill, find_filter
@@ -145,7 +146,15 @@ def group_from(row: Any) -> Group:
         ]
         return _group(row, rollouts)
     except (*UNFIT, WireError) as error:
-        raise InputError(f"this is no group: {type(error).__name__}: {error}") from error
+        raise InputError(f"this is no group of rollfab: {_unfit(error)}") from error
+
+
+def _unfit(error: Exception) -> str:
+    """Say why a row is no group, in plain words."""
+    if isinstance(error, FabricError):
+        return error.message
+    is_name = isinstance(error, KeyError)
+    return f"{error.args[0]!r} is missing, or not known here" if is_name else "a field holds another kind of value"
 
 
 def _group(row: Any, rollouts: Iterable[Rollout]) -> Group:
@@ -250,7 +259,8 @@ def _read_lines(path: Path) -> Iterator[Group]:
             try:
                 yield group_from(load_json(line))
             except (WireError, InputError) as error:
-                raise InputError(f"line {number} of {path}: {error.message}", line=number) from error
+                text = f"line {number} of {path}: {error.message}. Mend the line, or leave it out"
+                raise InputError(text, line=number) from error
 
 
 # ---------------------------------------------------------------- Parquet
@@ -360,8 +370,11 @@ def _read_parquet(path: Path) -> Iterator[Group]:
             rows = ({name: part[name][at] for name in part.column_names} for part in parts for at in range(len(part)))
             for _, of_group in itertools.groupby(rows, lambda row: row["group_index"].as_py()):
                 yield _parquet_group(list(of_group))
-    except (*UNFIT, WireError, pa.ArrowException) as error:
-        raise InputError(f"{path} holds no groups of rollfab: {type(error).__name__}: {error}") from error
+    except (pa.ArrowException, OSError) as error:  # an OSError of Arrow's has no strerror
+        why = getattr(error, "strerror", None)
+        raise InputError(f"{path} cannot be read{f': {why}' if why else f' as Parquet. {DAMAGED}'}") from error
+    except (*UNFIT, WireError) as error:
+        raise InputError(f"{path} holds no groups of rollfab: {_unfit(error)}") from error
 
 
 def _parquet_group(rows: list[dict[str, Any]]) -> Group:

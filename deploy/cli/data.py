@@ -60,7 +60,7 @@ def _register_submit(app: typer.Typer) -> None:
         json: AsJson = False,
     ) -> None:
         """Push the tasks of a file, one group each."""
-        tasks = read_tasks(_bytes_of(file))
+        tasks = read_tasks(_bytes_of(file), str(file))
         if not tasks:
             raise InputError(f'{file} holds no task: write one JSON object per line, such as {{"seed": 1}}')
         ids = [new_group_id() if name is None else f"{name}-{number}" for number in range(len(tasks))]
@@ -201,20 +201,21 @@ def _bytes_of(file: Path) -> bytes:
     return data
 
 
-def read_tasks(data: bytes) -> list[dict[str, Any]]:
-    """Read the tasks of a file, one JSON object per line; empty lines count, but hold none.
+def read_tasks(data: bytes, name: str) -> list[dict[str, Any]]:
+    """Read the tasks of a file, one JSON object per line; empty lines count, but hold none. name: the file's.
 
     Raises:
-        InputError: names the line.
+        InputError: names the file and the line.
     """
-    return [_task(line, number) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
+    return [_task(line, number, name) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
 
 
-def _task(line: bytes, number: int) -> dict[str, Any]:
+def _task(line: bytes, number: int, name: str) -> dict[str, Any]:
     try:
         task = load_json(line)
+        if not isinstance(task, dict):
+            raise WireError("expected a JSON object")
     except WireError as error:
-        raise InputError(f"line {number} is no task: {error}", line=number) from error
-    if not isinstance(task, dict):
-        raise InputError(f"line {number} is no task: expected a JSON object")
+        text = f"{name}: line {number} is no task: {error.message}. Mend the line, or leave it out"
+        raise InputError(text, line=number) from error
     return task

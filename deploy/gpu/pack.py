@@ -173,7 +173,12 @@ def _image(path: Path | None) -> frozenset[str]:
 
 def unpack(parts: Path, site: Path) -> int:
     """Unpack the parts that have come and were not unpacked before; returns 1 when one is not what was packed."""
-    manifest = json.loads((parts / MANIFEST).read_text("utf-8"))
+    try:
+        manifest = json.loads((parts / MANIFEST).read_text("utf-8"))
+    except OSError as error:
+        raise SystemExit(f"{parts / MANIFEST} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise SystemExit(f"{parts / MANIFEST} is damaged or cut off: copy it again") from error
     done = site / "unpacked"
     done.mkdir(parents=True, exist_ok=True)
     code = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from ...fabric.contract.errors import InputError
-from .numbers import PER_SECOND_MAX, SECONDS_MAX, TOKENS_MAX, number, within
+from .numbers import FIELD, PER_SECOND_MAX, SECONDS_MAX, TOKENS_MAX, number, within
 from .records import Arrival
 from .scale import Floats, placed, window
 
@@ -93,8 +93,10 @@ def read_curve(text: str, lengths: Sequence[Arrival]) -> Curve:
             rows.append(
                 (number(row, "t_s", SECONDS_MAX, -SECONDS_MAX), number(row, "req_per_min", 60 * PER_SECOND_MAX))
             )
-    except (ValueError, csv.Error) as error:
+    except ValueError as error:
         raise InputError(f"no curve of t_s and req_per_min: line {reader.line_num}: {error}") from error
+    except csv.Error as error:
+        raise InputError(f"no curve of t_s and req_per_min: line {reader.line_num + 1}: {FIELD}") from error
     if len({at_s for at_s, _ in rows}) < 2:
         raise InputError("a curve needs two points, at different times")
     at_s, per_min = np.array(sorted(rows)).T
@@ -110,18 +112,29 @@ def read_burstgpt(data: dict[str, Any], lengths: Sequence[Arrival]) -> Curve:
         InputError: the data is not as expected.
     """
     try:
-        minutes, tokens_per_s = np.array(data["week1_minute_tps"], dtype=np.float64).T
-        requests, tokens = np.array(data["daily_req_tok"], dtype=float).sum(axis=0)
+        minutes, tokens_per_s = _pairs(data, "week1_minute_tps").T
+        requests, tokens = _pairs(data, "daily_req_tok").sum(axis=0)
         within(minutes, "the minutes of week1_minute_tps", WEEK_MINUTES)
         within(tokens_per_s, "the tokens of week1_minute_tps", PER_SECOND_MAX * TOKENS_MAX)
         within(np.array((requests, tokens)), "the sums of daily_req_tok", sys.float_info.max, 1)
-    except KeyError as error:
-        raise InputError(f"no aggregates of BurstGPT: it has no {error.args[0]}") from error
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise InputError(f"no aggregates of BurstGPT: {error}") from error
     rates: Floats = np.zeros(int(minutes.max()) + 1)
     rates[minutes.astype(int)] = tokens_per_s / (tokens / requests)
     return Curve(np.arange(len(rates), dtype=np.float64) * 60, rates, lengths)
+
+
+def _pairs(data: Mapping[str, Any], name: str) -> Floats:
+    """Raises ValueError: it is not there, or no list of pairs of numbers."""
+    try:
+        found: Floats = np.array(data[name], dtype=np.float64)
+    except KeyError as error:
+        raise ValueError(f"it has no {name}") from error
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"its {name} is no list of pairs of numbers") from error
+    if found.ndim != 2 or found.shape[1] != 2 or not found.size:
+        raise ValueError(f"its {name} is no list of pairs of numbers")
+    return found
 
 
 @dataclass(frozen=True)

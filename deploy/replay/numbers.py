@@ -15,6 +15,9 @@ TOKENS_MAX = 1_000_000_000  # of a prompt, or a completion
 PER_SECOND_MAX = 1e6  # requests
 
 
+FIELD = "a field of it is longer than any number, as where a quote has no end"
+
+
 def number(row: Mapping[str, Any], name: str, most: float, least: float = 0.0) -> float:
     """Read a number of a row, which may be text.
 

@@ -15,17 +15,18 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from gzip import decompress
+from gzip import BadGzipFile, decompress
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-import orjson
 
-from ...fabric.contract.errors import ConfigError, FabricError, InputError
+from ...fabric.contract.errors import ConfigError, FabricError, InputError, WireError
+from ...fabric.contract.text import DAMAGED
+from ...fabric.contract.wire import load_json
 from ...fabric.host.files import read_regular
 from .generated import Generator, parse_json, read_burstgpt, read_curve, read_servegen
-from .numbers import SECONDS_MAX, TOKENS_MAX, number
+from .numbers import FIELD, SECONDS_MAX, TOKENS_MAX, number
 from .records import Arrival
 from .scale import at_rate, window
 
@@ -104,8 +105,10 @@ def _bytes(source: str | Path) -> tuple[str, bytes]:
     except FileNotFoundError as error:
         known = ", ".join(SAMPLES)
         raise ConfigError(f"no trace {name!r}: give the path of a file, or one of {known}", trace=name) from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"trace {name} cannot be read: {error}", trace=name) from error
+    except (BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"trace {name} cannot be unpacked. {DAMAGED}", trace=name) from error
+    except OSError as error:
+        raise InputError(f"trace {name} cannot be read: {error.strerror}", trace=name) from error
 
 
 def _content(data: bytes, part: Part) -> list[Arrival] | Generator:
@@ -133,7 +136,7 @@ def _npz(data: bytes) -> Generator:
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, FabricError):
             raise
-        raise InputError(f"not an npz of arrays: {error}") from error
+        raise InputError(f"not an npz of arrays of numbers. {DAMAGED}") from error
 
 
 def _lengths(part: Part) -> list[Arrival]:
@@ -235,8 +238,10 @@ def read_csv(text: str) -> list[Arrival]:
         for line in reader:
             tokens = number(line, prompt, TOKENS_MAX), number(line, completion, TOKENS_MAX)
             rows.append((_seconds(line, at), *tokens))
-    except (ValueError, csv.Error) as error:
+    except ValueError as error:
         raise InputError(f"line {reader.line_num} is no request: {error}", line=reader.line_num) from error
+    except csv.Error as error:
+        raise InputError(f"line {reader.line_num + 1} is no request: {FIELD}", line=reader.line_num + 1) from error
     return _arrivals(rows)
 
 
@@ -267,12 +272,12 @@ def read_mooncake(lines: Iterable[bytes], seed: int) -> list[Arrival]:
 
 def _mooncake_row(line: bytes, line_number: int) -> Row:
     try:
-        row = orjson.loads(line)
+        row = load_json(line)
         if not isinstance(row, dict):
             raise ValueError("it is no JSON object")
         at_ms = number(row, "timestamp", SECONDS_MAX * 1000, -SECONDS_MAX * 1000)
         return at_ms / 1000, number(row, "input_length", TOKENS_MAX), number(row, "output_length", TOKENS_MAX)
-    except ValueError as error:
+    except (ValueError, WireError) as error:
         raise InputError(f"line {line_number} is no request: {error}", line=line_number) from error
 
 

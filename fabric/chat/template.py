@@ -23,11 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from ..contract.errors import ConfigError, InputError, PayloadTooLarge
+from ..contract.errors import ConfigError, InputError, PayloadTooLarge, WireError
 from ..contract.images import ImagePlace
 from ..contract.limits import PROMPT_TOKENS_MAX
 from ..contract.records import Int32
-from ..contract.text import one_line
+from ..contract.text import DAMAGED, one_line
+from ..contract.wire import load_json
 from .answers import read_text
 from .choice import FREE, Model, ToolChoice, check_choice, tag_of
 from .control import MARK, ControlTokens, without_marks
@@ -364,8 +365,10 @@ def named_ends(model: str) -> list[int]:
         _raise_exceptions_for_gated_repo=False,
     )
     try:
-        config = json.loads(Path(place).read_text()) if place else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{place} cannot be read: {error}", model=model) from error
+        config = load_json(Path(place).read_bytes()) if place else {}
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be read: {error.strerror}", model=model) from error
+    except WireError as error:
+        raise ConfigError(f"{place} cannot be read: {error.message}. {DAMAGED}", model=model) from error
     eos = config.get("eos_token_id") if isinstance(config, dict) else None
     return [each for each in (eos if isinstance(eos, list) else [eos]) if isinstance(each, int)]

@@ -40,6 +40,8 @@ EXPECTED: Mapping[str, str] = {
     "string": "text",
 }
 
+DAMAGED = "The file is damaged, cut off or of another format: copy, download or write it again"  # the next step
+
 
 def printable(text: str) -> str:
     """Make text that any terminal and any record can take: harmful characters become their escapes, such as \\x1b."""

@@ -253,7 +253,23 @@ def load_json(data: bytes | memoryview | str) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise WireError(f"not JSON: {error}") from error
+        raise WireError(f"not JSON: {json_fault(error)}") from error
+
+
+JSON_FAULTS = {  # how the library's texts begin; it knows no place of those without one here
+    "unexpected end": "it is cut off at {}",
+    "str is not valid": "it is no UTF-8 text",
+    "depth limit": "it is nested too deep at {}",
+    "Input is a zero-length": "it is empty",
+    "input data is empty": "it is empty",
+}
+
+
+def json_fault(error: orjson.JSONDecodeError) -> str:
+    """Put into plain words what the library says of a text that is no JSON, and where."""
+    where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+    what = next((ours for theirs, ours in JSON_FAULTS.items() if error.msg.startswith(theirs)), "no JSON from {} on")
+    return what.format(where)
 
 
 def check_finite(value: Any, path: str = "value") -> None:

@@ -6,6 +6,7 @@ here, mapped and not copied, and written, because its own library gives numpy no
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import operator
@@ -18,14 +19,14 @@ from typing import Any
 import numpy as np
 import orjson
 
-from ..contract.errors import FabricError, InputError
-from ..contract.wire import dump_json
+from ..contract.errors import FabricError, InputError, LayoutMismatch
+from ..contract.text import DAMAGED
+from ..contract.wire import dump_json, json_fault
 from ..format.codec import Bits
 from ..format.layout import Layout, TensorSpec
 
 INDEX = "model.safetensors.index.json"  # which file has which tensor, where there are several
 FACTS = "__metadata__"  # of a file's header: texts by name, which are no tensors
-DAMAGED = "The file is damaged, cut off or of another format: copy, download or write it again"
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100 << 20  # the format's own limit
 NAMES = {
@@ -131,14 +132,15 @@ def _json_of(data: bytes) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON from line {error.lineno}, column {error.colno} on") from error
+        raise ValueError(f"not JSON: {json_fault(error)}") from error
 
 
 def damage_in(path: Path) -> str:
     """Say which file of a checkpoint is damaged, and how; empty: none is found to be. For what a library refuses."""
     try:
         for tensor in open_checkpoint(path).values():
-            tensor.bits()
+            with contextlib.suppress(LayoutMismatch):  # of a dtype that is not published
+                tensor.bits()
     except FabricError as error:
         return error.message
     return ""

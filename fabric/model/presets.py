@@ -19,8 +19,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..contract.errors import ConfigError
-from ..contract.text import did_you_mean
+from ..contract.errors import ConfigError, WireError
+from ..contract.text import DAMAGED, did_you_mean
+from ..contract.wire import load_json
 from .tokenizer import CharTokenizer
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -104,16 +105,31 @@ def check_tokenizer_files(model: str) -> None:
     """Refuse a directory without any tokenizer's file, before anything that must read and write texts is started.
 
     Raises:
-        ConfigError: names the file that is missing.
+        ConfigError: names the file that is missing, or damaged.
     """
     if is_preset(model) or not os.path.isdir(model):
         return
+    for name in ("config.json", *TOKENIZER_FILES):
+        if name.endswith(".json"):
+            _check_json(Path(model) / name)
     if not any(os.path.isfile(os.path.join(model, name)) for name in TOKENIZER_FILES):
         raise ConfigError(
             f"model {model!r} has no tokenizer: that directory holds no tokenizer.json, nor another tokenizer's file, "
             "and without one its agents read no text. Save the tokenizer there with `save_pretrained`",
             name=model,
         )
+
+
+def _check_json(path: Path) -> None:
+    """Refuse a model's file that is there and no JSON object, before a library does in words of its own."""
+    try:
+        found = load_json(path.read_bytes()) if path.is_file() else {}
+        if not isinstance(found, dict):
+            raise WireError("it is no JSON object")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", path=str(path)) from error
+    except WireError as error:
+        raise ConfigError(f"{path} cannot be read: {error.message}. {DAMAGED}", path=str(path)) from error
 
 
 def check_spelling(model: str) -> None:
@@ -214,11 +230,13 @@ def find_model(name: str) -> FoundModel:
     """Find a model by its name: presets and hub names as they are, local paths absolute, with their files' digest.
 
     Raises:
-        ConfigError: it can only be a path, and no model is there; or it is a preset's, misspelt.
+        ConfigError: it can only be a path, and no model is there, or its config.json is damaged; or it is a preset's,
+            misspelt.
     """
     if (place := model_place(name)) is not None:
         if place.is_file() and place.suffix != ".gguf":
             raise ConfigError(f"model {name!r} is a file: give the path of a directory with a config.json", name=name)
+        _check_json(place / "config.json")
         return FoundModel(name=str(place), digest=_digest(place))
     if is_path(name):
         raise ConfigError(

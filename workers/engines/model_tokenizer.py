@@ -28,6 +28,7 @@ from ...fabric.model.presets import check_tokenizer_files, is_path, is_preset
 from ...fabric.model.tokenizer import CharTokenizer, Tokenizer
 
 REASON_LENGTH_MAX = 300
+UNFIT = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what files of another shape cause
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # sentencepiece's name of a byte token
 IMPORTING = threading.Lock()  # while transformers is imported: a second thread would find half of it
 CALL_ID = 100
@@ -43,6 +44,12 @@ TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}a{%- endif -%}"
 )
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError | ValueError):
+        return str(error)
+    return "its files are JSON, and hold something else than a tokenizer"
 
 
 class HubTokenizer:
@@ -61,7 +68,7 @@ class HubTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 model, trust_remote_code=False, local_files_only=is_here or not may_download
             )
-        except (OSError, ValueError) as error:
+        except UNFIT as error:
             if not (is_here or may_download):
                 raise ConfigError(
                     f"model {model!r} is not on this machine, and may not be downloaded for a run that names it: start "
@@ -69,7 +76,8 @@ class HubTokenizer:
                     model=model,
                 ) from error
             raise ConfigError(
-                f"model {model!r} has no tokenizer that can be loaded: {error}. Give a preset, a path or a hub name",
+                f"model {model!r} has no tokenizer that can be loaded: {_why(error)}. Give a preset, a path or a hub "
+                "name",
                 model=model,
             ) from error
         if not len(self.encode("a")):  # the library makes empty ones

@@ -113,7 +113,8 @@ def _stated(name: str) -> dict[str, Any]:
         with open(name, "rb") as file:
             written = tomllib.load(file)
     except ValueError as error:
-        raise ValueError(f"{name} is no TOML: {error}") from error
+        why = "it is no UTF-8 text" if isinstance(error, UnicodeError) else error
+        raise ValueError(f"{name} is no TOML: {why}. Mend the file there") from error
     stated = written.get("env")
     stated = stated if isinstance(stated, dict) else {}
     chosen = stated.get("taskset")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -78,26 +78,45 @@ def models(path: str = "") -> dict[tuple[str, str, int], Model]:
     try:
         shipped = files(__package__.rpartition(".")[0]).joinpath("data", "step_times.csv")
         text = read_regular(Path(path), BYTES_MAX).decode("utf-8") if path else shipped.read_text("utf-8")
-        return dict(_model(row) for row in csv.DictReader(text.splitlines()))
+        reader = csv.DictReader(text.splitlines())
+        return dict(_model(row, reader.line_num) for row in reader)
     except ConfigError as error:
         raise ConfigError(f"step times: {error.message}: {HOW}") from error
     except OSError as error:
         raise ConfigError(f"step times: {path} cannot be read: {error.strerror}: {HOW}") from error
     except KeyError as error:
         raise ConfigError(f"step times {path}: no column {error.args[0]}: {HOW}") from error
-    except (ValueError, TypeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"step times {path}: it is no UTF-8 text: {HOW}") from error
+    except csv.Error as error:
+        raise ConfigError(
+            f"step times {path}: a line is longer than any row, as where a quote has no end: {HOW}"
+        ) from error
+    except ValueError as error:
         raise ConfigError(f"step times {path}: {error}: {HOW}") from error
 
 
-def _model(row: dict[str, str]) -> tuple[tuple[str, str, int], Model]:
-    part = float(row.get("expert_part") or 1.0)
-    numbers = {name: float(row[name]) for name in (*MEASURED, "kv_bytes", "weight_gb", "gpus")}
-    for name, value in {**numbers, "expert_part": part}.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{row['model']}: {name} is {value:g}, expected a number of at least 0")
+def _model(row: dict[str, str], line: int) -> tuple[tuple[str, str, int], Model]:
+    part = _number({**row, "expert_part": row.get("expert_part") or "1"}, "expert_part", line)
+    numbers = {name: _number(row, name, line) for name in (*MEASURED, "kv_bytes", "weight_gb", "gpus")}
     cost = StepCost(**{name: numbers[name] for name in MEASURED}, expert_part=part)
-    model = Model(cost=cost, kv_bytes=int(row["kv_bytes"]), weight_gb=float(row["weight_gb"]))
-    return (row["model"], row["gpu"], int(row["gpus"])), model
+    model = Model(cost=cost, kv_bytes=int(numbers["kv_bytes"]), weight_gb=numbers["weight_gb"])
+    return (row["model"], row["gpu"], int(numbers["gpus"])), model
+
+
+def _number(row: Mapping[str, str | None], name: str, line: int) -> float:
+    """Read a number of a row. Raises ValueError: it is none, or cannot be. KeyError: there is no such column."""
+    said, is_whole = row[name], name in ("kv_bytes", "gpus")
+    try:
+        value = float(said or "")
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf or (is_whole and value % 1):
+        expected = "a whole number" if is_whole else "a number"
+        raise ValueError(
+            f"line {line}, {row['model']}: {name} is {said or 'missing'}, expected {expected} of at least 0"
+        )
+    return value
 
 
 def model_of(name: str, gpu: str, gpu_count: int, error: float = 1.0, path: str = "") -> Model:

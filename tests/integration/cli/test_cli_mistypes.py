@@ -78,7 +78,7 @@ def typed(desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         ("weights inspect my-run 3", FAILED, "3"),
         ("submit missing --run my-run", WRONG, "'missing' does not exist"),
         ("submit directory --run my-run", WRONG, "'directory' is a directory"),
-        ("submit binary --run my-run", FAILED, "line 1 is no task"),
+        ("submit binary --run my-run", FAILED, "binary: line 1 is no task: not JSON: "),
         ("submit text --run my-run", FAILED, "line 1 is no task"),
         ("submit /dev/zero --run my-run", FAILED, "/dev/zero has more than 1,073,741,824 bytes of tasks"),
         ("submit number --run my-run", FAILED, "line 1 is no task: expected a JSON object"),

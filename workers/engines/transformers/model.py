@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ....fabric.chat.vision import FAMILIES
 from ....fabric.contract.errors import EngineError, EngineUnsupported
+from ....fabric.contract.text import DAMAGED
 from ....fabric.format.layout import Layout, TensorSpec
-from ....fabric.inspect.safetensors import DAMAGED, damage_in
+from ....fabric.inspect.safetensors import damage_in
 from ....fabric.model.presets import is_preset, model_config
 from ....fabric.versions.commit import COMMIT_THREAD_COUNT_MAX, write
 from ..base import Bits, Writes

@@ -30,6 +30,7 @@ from ....fabric.contract.errors import EngineError, EngineUnsupported, FabricErr
 from ....fabric.contract.limits import LOGPROB_COUNT_MAX
 from ....fabric.contract.records import Side
 from ....fabric.contract.sampling import CUTS, GUIDED, PENALTIES
+from ....fabric.inspect.safetensors import damage_in
 from ....fabric.model.presets import is_preset, model_config
 from ...serving.device.mps import take_off
 from ...serving.guarding.guard import GuardOrders
@@ -124,7 +125,7 @@ class LocalDoor:
             os.environ[MPS] = "1"
         self._page = Page.create()
         with translated(self._config.log_path, "vLLM could not start"):
-            with output_into(self._config.log_path), children_die_with_us():
+            with output_into(self._config.log_path), children_die_with_us(), naming_damage(Path(self._config.model)):
                 self._start()
             await self._connect_weights()
 
@@ -488,6 +489,21 @@ def translated(log_path: Path | None, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # vLLM raises what it likes
         raise EngineError(_text(what, log_path, error)) from error
+
+
+@contextlib.contextmanager
+def naming_damage(model: Path) -> Iterator[None]:
+    """Where the block fails and a file of the model's checkpoint is damaged, say which: a library names none.
+
+    Raises:
+        EngineError: one is.
+    """
+    try:
+        yield
+    except Exception as error:  # vLLM raises what it likes
+        if any(model.glob("*.safetensors")) and (why := damage_in(model)):
+            raise EngineError(f"model {str(model)!r} can not be loaded: {why}", model=str(model)) from error
+        raise
 
 
 def _text(what: str, log_path: Path | None, error: BaseException | None) -> str:

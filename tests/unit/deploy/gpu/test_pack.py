@@ -119,6 +119,14 @@ def test_a_disk_that_is_full_leaves_what_was_packed_before(words: list[str], tmp
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(("data", "says"), [(None, "cannot be read: No such file"), ("{", "is damaged or cut off")])
+def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, data: str | None, says: str) -> None:
+    if data is not None:
+        (tmp_path / "manifest.json").write_text(data)
+    with pytest.raises(SystemExit, match=rf"manifest.json {says}"):
+        main([f"--unpack={tmp_path}", f"--site={tmp_path / 'site'}"])
+
+
 def test_no_part_is_larger_than_the_limit(words: list[str], tmp_path: Path) -> None:
     manifest = pack(words, tmp_path / "parts", "--no-project", "--limit-mib=0.23")
     assert all(row["bytes"] <= 0.23 * 2**20 for row in manifest["parts"])

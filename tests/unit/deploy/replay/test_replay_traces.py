@@ -125,7 +125,7 @@ DAMAGED_ROWS = [
     ("0,1,inf", "its output_tokens is 'inf'"),
     ("0,-1,1", "its input_tokens is '-1'"),
     ("2024-99-01,1,1", "its t_s is '2024-99-01'"),
-    (f'0,"{"x" * 200_000}",1', "field limit"),
+    (f'0,"{"x" * 200_000}",1', "a field of it is longer than any number"),
 ]
 
 
@@ -192,8 +192,8 @@ def test_the_shipped_samples_are_twenty_minutes_of_real_load(name: str) -> None:
         ('{"week1_minute_tps": 1}', "BurstGPT"),
         ("t_s,req_per_min\n1,2\n", "two points"),
         (b"\xff\xfe\xff", "neither CSV"),
-        (b"\x1f\x8b\x08\x00broken", "cannot be read"),
-        (b"PK\x03\x04broken", "not an npz"),
+        (b"\x1f\x8b\x08\x00broken", "cannot be unpacked. The file is damaged"),
+        (b"PK\x03\x04broken", "not an npz of arrays of numbers. The file is damaged"),
         (servegen(pattern=None), "pattern missing"),
         (servegen(pattern=np.ones((1, 1), np.uint8)), "not of the same clients"),
         (servegen(quantile_levels=np.array([0.0])), "not of these clients"),
@@ -201,6 +201,8 @@ def test_the_shipped_samples_are_twenty_minutes_of_real_load(name: str) -> None:
         *((f"t_s,input_tokens,output_tokens\n{row}\n", words) for row, words in DAMAGED_ROWS),
         *((json.dumps({"timestamp": 1, "input_length": value, "output_length": 2}), words) for value, words in DAMAGED),
         ("[1]\n{}", "no column"),
+        ('{"timestamp": 1, "inp', "line 1 is no request: not JSON: it is cut off at column 22"),
+        ('{"week1_minute_tps": "x"}', "its week1_minute_tps is no list of pairs of numbers"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1}\n[1]', "line 2 is no request: it is no JSON object"),
         ("t_s,req_per_min\n0,nan\n9,1\n", "line 2: its req_per_min is 'nan'"),
         ("t_s,req_per_min\n0,-1\n9,1\n", "expected a number from 0"),

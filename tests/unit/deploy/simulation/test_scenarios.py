@@ -121,7 +121,14 @@ def test_a_table_of_step_times_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="README"):
         model_of("mine", "cpu", 1, path=str(tmp_path / "none.csv"))
     for number, (old, new, told) in enumerate(
-        (("1000,1,20", "1000,1,nan", "mine: fixed_ms is nan"), ("weight_gb", "weigth_gb", "no column weight_gb"))
+        (
+            ("1000,1,20", "1000,1,nan", "line 2, mine: fixed_ms is nan"),
+            ("1000,1,20", "1000,1,x", "line 2, mine: fixed_ms is x, expected a number of at least 0"),
+            ("mine,cpu,1,", "mine,cpu,1.5,", "gpus is 1.5, expected a whole number"),
+            (",0,0\n", "\n", "context_us_per_1000 is missing"),
+            ("20,", f'"{"x" * 200_000}', "a line is longer than any row"),
+            ("weight_gb", "weigth_gb", "no column weight_gb"),
+        )
     ):
         damaged = tmp_path / f"damaged{number}.csv"
         damaged.write_text(mine.read_text().replace(old, new))

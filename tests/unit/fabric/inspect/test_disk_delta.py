@@ -178,7 +178,10 @@ def test_checksums_of_another_package_need_it(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("index", "says"),
     [
-        (b'{"weight_map": {\n "w"', "cannot be read: it is no JSON from line 2, column 5 on. The file is damaged, "),
+        (
+            b'{"weight_map": {\n "w"',
+            "cannot be read: not JSON: it is cut off at line 2, column 5. The file is ",
+        ),
         (b"{}", "cannot be read: it has no weight_map, which says where each tensor is. The file is damaged, "),
         (b'{"weight_map": ["w"]}', "cannot be read: it has no weight_map, "),
     ],

@@ -50,7 +50,7 @@ def test_a_commit_waits_for_the_device_that_it_wrote_to(monkeypatch: pytest.Monk
         (lambda whole: b"not a checkpoint", "cannot be read as safetensors: its header is longer than the file"),
         (
             lambda whole: whole[:8] + b"x" * 10_000,
-            "cannot be read as safetensors: it is no JSON from line 1, column 1 on",
+            "cannot be read as safetensors: not JSON: no JSON from column 1 on",
         ),
         (lambda whole: whole + b"more", "one of its files cannot be read as safetensors"),
     ],

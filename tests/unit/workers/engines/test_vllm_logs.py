@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rollfab.fabric.contract.errors import EngineError
 from rollfab.workers.engines.vllm.common.logs import MARK, cause_of, find_cause, output_into, root_cause
+from rollfab.workers.engines.vllm.local import naming_damage
 
 FAILED_AT_START = """\
 (EngineCore pid=7512) ERROR 11-21 12:25:06 [core.py:1510] EngineCore failed to start.
@@ -161,3 +164,15 @@ def test_without_a_log_nothing_is_moved(capfd: pytest.CaptureFixture[str]):
         os.write(2, b"seen\n")
     assert capfd.readouterr().err == "seen\n"
     assert not logging.getLogger("vllm").handlers
+
+
+def test_a_start_that_fails_on_a_damaged_checkpoint_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    says = r"model.safetensors cannot be read as safetensors: .*The file is damaged, "
+    with pytest.raises(EngineError, match=says), naming_damage(tmp_path):
+        raise RuntimeError("Engine core initialization failed")
+    # And what is whole, or not here, is not blamed
+    save_file({"w": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    for model in (tmp_path, Path("org/model")):
+        with pytest.raises(RuntimeError, match="initialization failed"), naming_damage(model):
+            raise RuntimeError("Engine core initialization failed")

@@ -17,6 +17,7 @@ from rollfab.fabric.model.presets import check_model_name, find_model
 from rollfab.fabric.rules.lending.capacity import CapacityRule, RunFacts, WorkerFacts, plan
 from rollfab.fabric.rules.lending.capacity_facts import is_same_model
 from rollfab.fabric.rules.queue.runs import check_same_run
+from rollfab.workers.engines.model_tokenizer import load_tokenizer
 
 
 def make_model(path: Path, **config: object) -> Path:
@@ -24,6 +25,31 @@ def make_model(path: Path, **config: object) -> Path:
     (path / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": 64, **config}))
     (path / "tokenizer.json").write_text("{}")
     return path
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b'{"hidden_size": 6', "not JSON: it is cut off at column 18"),
+        (b"", "not JSON: it is empty"),
+        (b"\xff{}", "not JSON: it is no UTF-8 text"),
+        (b"[]", "it is no JSON object"),
+    ],
+)
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_a_model_is_named_with_what_to_do(tmp_path: Path, file: str, data: bytes, says: str) -> None:
+    place = make_model(tmp_path / "model")
+    (place / file).write_bytes(data)
+    refuse = find_model if file == "config.json" else load_tokenizer
+    with pytest.raises(ConfigError) as refused:
+        refuse(str(place))
+    text = "The file is damaged, cut off or of another format: copy, download or write it again"
+    assert str(refused.value) == f"{place / file} cannot be read: {says}. {text}"
+
+
+def test_files_of_a_model_that_hold_something_else_are_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="its files are JSON, and hold something else than a tokenizer"):
+        load_tokenizer(str(make_model(tmp_path / "model")))
 
 
 @pytest.mark.parametrize("name", ["tiny", "small", "Qwen/Qwen2.5-0.5B-Instruct", "gpt2", "a name with spaces"])
@@ -99,7 +125,7 @@ def test_a_copy_is_the_same_model_and_a_change_makes_another(tmp_path: Path) -> 
     )
     (copy / "tokenizer.json").write_text('{"version": 2}')
     assert find_model(str(first)).digest != find_model(str(copy)).digest
-    (copy / "config.json").write_text("no json")
+    (copy / "config.json").unlink()
     assert find_model(str(copy)).digest == ""
 
 
