@@ -23,8 +23,7 @@ from ..fabric.model.shown_tokens import Tokenizers
 from .access.auth import Guard
 from .access.config import ApiConfig, check_config
 from .access.connections import BodyLimit
-from .access.parameters import known_parameters
-from .access.problems import install_problems
+from .access.problems import install_problems, known_parameters
 from .metrics.scrape import Scraper
 from .page import PageFiles, page_router
 from .reading.events import EventTail

@@ -1,7 +1,8 @@
 """Errors as answers: one shape, `{error, message, facts}`, whatever went wrong.
 
 What the caller can mend is 4xx, a broker that cannot be reached is 503 and may be tried again. Only what nobody foresaw
-is 500; its text stays in the log.
+is 500; its text stays in the log. Query parameters that a route does not take, or that are given twice, are refused
+here: passed over, they would make the answer another.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, get_origin
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -31,7 +33,7 @@ from ...fabric.contract.errors import (
     VersionConflict,
     VersionUnknown,
 )
-from ...fabric.contract.text import validated
+from ...fabric.contract.text import did_you_mean, validated
 from .words import Words
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 PROBLEM_COUNT_MAX, AT_LENGTH_MAX = 20, 200  # of one answer
 RETRY_AFTER_S = {429: "1", 503: "1"}
+PATHS = ("/v1/", "/readyz")  # elsewhere are pages, whose addresses may carry what others add to links
 
 
 class Refused(Exception):
@@ -166,3 +169,19 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _unforeseen(request: Request, error: Exception) -> Response:
     log.error("api.request_crashed", extra={"path": request.url.path}, exc_info=error)
     return problem(500, "Internal", "the api failed on this request: its log has the traceback")
+
+
+async def known_parameters(request: Request) -> None:
+    """Raise Refused if the query has a parameter that the route does not name, or has it twice."""
+    route = request.scope["route"]
+    if not isinstance(route, APIRoute) or not route.path.startswith(PATHS):
+        return
+    known = {each.alias: get_origin(each.field_info.annotation) is list for each in route.dependant.query_params}
+    asked = [name for name, _ in request.query_params.multi_items()]
+    for name in asked:
+        if known.get(name) is False and asked.count(name) > 1:
+            count = asked.count(name)
+            raise Refused(422, "InputError", f"{request.url.path} takes {name!r} once, and it is given {count} times")
+        if name not in known:
+            words = did_you_mean(name, known)
+            raise Refused(422, "InputError", f"{request.url.path} has no query parameter {name[:100]!r}; {words}")
