@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from ....fabric.contract.sharing import GuardView
-from ....fabric.rules.serving.burst import Arrivals, BurstRule, arrived, reserve_s
+from ....fabric.rules.serving.burst import Answers, Arrivals, BurstRule, arrived, load_fraction, reserve_s
 from ....fabric.rules.serving.facts import ServingState, Slo, StepSample, StepWork
 from ....fabric.rules.serving.guard import Allowance, GuardFacts, GuardRule, decide
-from ....fabric.rules.serving.load import Answers, load_fraction
 from ....fabric.rules.serving.step_time import StepErrors, StepModel, cold, predict, refit
 from ..probes.reader import Arrival, End, Step
 from .ledger import SharingLedger
@@ -59,7 +58,7 @@ class GuardConfig:
     burst: BurstRule | None = None
     """The reserve's rule; None: as the objectives ask for."""
     yields: bool = False
-    """Whether the thread that computes on a CPU gives way within a step; see engines/vllm/step/serving_guard.py."""
+    """Whether the thread that computes on a CPU gives way within a step; see engines/vllm/step/scheduler.py."""
     is_mps_client: bool = False
     """Whether both engines are clients of one MPS server, and a kill in the middle of a step may end serving's too."""
     policies: tuple[str, ...] = ()

@@ -23,9 +23,9 @@ from rollfab.fabric.rules.lending import capacity
 from rollfab.fabric.rules.lending.advice import extra_requests
 from rollfab.fabric.rules.queue.placement import NO_HOME, Homes
 from rollfab.fabric.rules.queue.room import KvRoom
+from rollfab.fabric.rules.serving.burst import load_fraction
 from rollfab.fabric.rules.serving.facts import RunningRequest, ServingState, Slo, StepWork, WaitingRequest
 from rollfab.fabric.rules.serving.guard import Allowance, GuardFacts, GuardRule
-from rollfab.fabric.rules.serving.load import load_fraction
 from rollfab.fabric.rules.serving.step_time import cold
 from rollfab.workers.rollout import yielding
 from rollfab.workers.serving.device import memory

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollfab.fabric.rules.serving.burst import Arrivals, arrived
+from rollfab.fabric.rules.serving.burst import Answers, Arrivals, arrived, load_fraction
 from rollfab.fabric.rules.serving.facts import ServingState, Slo, WaitingRequest
-from rollfab.fabric.rules.serving.load import Answers, load_fraction
 from rollfab.fabric.rules.serving.step_time import cold
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)
