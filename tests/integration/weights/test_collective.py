@@ -16,8 +16,7 @@ from rollfab.fabric.delivery.collective.group import Nursery
 from rollfab.fabric.delivery.collective.invitations import Answer, CollectiveOptions, Offer
 from rollfab.fabric.delivery.collective.publisher import CollectivePublisher, SendReport
 from rollfab.fabric.delivery.collective.receiver import CollectiveReceiver, can_join
-from rollfab.fabric.delivery.node_store import RelayedStore
-from rollfab.fabric.delivery.passing import PassingStore
+from rollfab.fabric.delivery.node_store import PassingStore, RelayedStore
 from rollfab.fabric.format.layout import Layout, TensorSpec
 from rollfab.fabric.format.manifest import Head, WeightManifest
 from rollfab.fabric.opened import RedisFabric

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from rollfab.fabric.delivery.node_cache import ChunkName
-from rollfab.fabric.delivery.node_store import RelayedStore
-from rollfab.fabric.delivery.passing import PassingStore
+from rollfab.fabric.delivery.node_store import PassingStore, RelayedStore
 from rollfab.fabric.delivery.relay_frames import make_address
 from rollfab.fabric.delivery.relay_parents import Parents
 from rollfab.fabric.delivery.relay_server import RelayServer

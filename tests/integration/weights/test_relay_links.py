@@ -11,8 +11,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import PeerLost
 from rollfab.fabric.delivery.node_cache import ChunkName
-from rollfab.fabric.delivery.node_store import RelayedStore
-from rollfab.fabric.delivery.passing import PassingStore
+from rollfab.fabric.delivery.node_store import PassingStore, RelayedStore
 from rollfab.fabric.delivery.relay_client import RelayClient
 from rollfab.fabric.delivery.relay_frames import BYTES_MAX, FRAME, Word, make_address, read_address
 from rollfab.fabric.delivery.relay_options import RelayOptions

@@ -13,13 +13,12 @@ import pytest
 
 from rollfab.fabric.contract.errors import PeerLost
 from rollfab.fabric.contract.wire import dump_json
-from rollfab.fabric.delivery.live_copy import LiveServer
 from rollfab.fabric.delivery.node_store import RelayedStore
 from rollfab.fabric.delivery.peer_copy import fetch_snapshot
 from rollfab.fabric.delivery.relay_client import Connection
 from rollfab.fabric.delivery.relay_frames import HELLO, MAGIC, VERSION, Word, frame, make_address
 from rollfab.fabric.delivery.relay_options import RelayOptions
-from rollfab.fabric.delivery.relay_server import RelayServer
+from rollfab.fabric.delivery.relay_server import LiveServer, RelayServer
 from rollfab.fabric.versions.store import RedisWeightStore
 from tests.standin.fabric import StandInFabric
 from tests.support.processes.relay_nodes import FAST, RUN, LiveBits, Trainer, digest_of

@@ -29,8 +29,7 @@ from rollfab.fabric.delivery.collective.group import _end as end_nursery
 from rollfab.fabric.delivery.collective.invitations import Answer, CollectiveOptions
 from rollfab.fabric.delivery.collective.publisher import CollectivePublisher
 from rollfab.fabric.delivery.collective.receiver import CollectiveReceiver
-from rollfab.fabric.delivery.node_store import RelayedStore
-from rollfab.fabric.delivery.passing import PassingStore
+from rollfab.fabric.delivery.node_store import PassingStore, RelayedStore
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore

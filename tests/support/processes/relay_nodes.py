@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from rollfab.fabric.delivery.node_cache import ChunkCache
-from rollfab.fabric.delivery.node_store import RelayedStore
-from rollfab.fabric.delivery.passing import PassingStore
+from rollfab.fabric.delivery.node_store import PassingStore, RelayedStore
 from rollfab.fabric.delivery.relay_options import RelayOptions
 from rollfab.fabric.delivery.relay_parents import Parents
 from rollfab.fabric.delivery.relay_server import RelayServer

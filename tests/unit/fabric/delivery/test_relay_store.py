@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollfab.fabric.delivery.node_cache import ChunkCache
-from rollfab.fabric.delivery.node_store import STALL_COUNT_MAX, RelayedStore, Turn, take_turn
-from rollfab.fabric.delivery.passing import PassingStore
+from rollfab.fabric.delivery.node_store import STALL_COUNT_MAX, PassingStore, RelayedStore, Turn, take_turn
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.ports.weights import WeightBoard, WeightStore
 from tests.standin.fabric import StandInFabric
