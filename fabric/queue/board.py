@@ -45,10 +45,10 @@ from . import keys as names
 from .keys import RunShards, ShardKeys, WeightKeys
 from .leases import RedisLeases, beat_age
 from .rollouts import stream_rows
-from .row_survey import remove_row, survey_rows
 from .rows import BadRows, event_row, lease_row, lend_row, run_row, sharing_row, text_rows, worker_row
 from .scripts import Argument, Call
 from .status import details_of, queue_status, read_status, sum_up, unknown_run
+from .tables import remove_row, survey_rows
 
 log = logging.getLogger(__name__)
 

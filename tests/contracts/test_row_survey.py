@@ -12,8 +12,7 @@ from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.queue import BadRow
 from rollfab.fabric.queue.acl import RIGHTS
 from rollfab.fabric.queue.keys import table_of
-from rollfab.fabric.queue.row_survey import ROW_COUNT_MAX
-from rollfab.fabric.queue.tables import table_at
+from rollfab.fabric.queue.tables import ROW_COUNT_MAX, table_at
 from tests.fuzz.tables import tables
 from tests.support.brokers import key_table
 

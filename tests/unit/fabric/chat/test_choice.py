@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollfab.fabric.chat.choice import FREE, ToolChoice, read_choice
+from rollfab.fabric.chat.choice import FREE, NUMBER_MAX, ToolChoice, closed, read_choice
 from rollfab.fabric.chat.messages import check_tools
-from rollfab.fabric.chat.parameters import NUMBER_MAX, closed
 from rollfab.fabric.contract.errors import InputError
 from tests.unit.fabric.chat.families import FAMILIES, chat_template
 
