@@ -9,7 +9,12 @@ run.py serves one run: it claims trajectories and brings each to its end. One tr
 - The agent holds one suspect at a time (fabric/rules/queue/retries.py): a trajectory that may have ended the agents
   before this one.
 - Runs share the places for environments by weight (slots.py).
-- If a run's model has no tokenizer here, the agent leaves that run alone and serves the others (tokenizers.py).
+- Tokenizers load beside the event loop, each run's by itself: a load may take seconds, or hang if a hub does not
+  answer.
+- A run whose model has no tokenizer here is left alone, and the others are served. The log says it once, and every
+  heartbeat until a load succeeds; the agent tries again with growing pauses: somebody may yet put the model there.
+- The maker of a run names its model, but cannot cause a download: the agent downloads only models that its operator
+  allows; all others must lie on this machine.
 """
 
 from __future__ import annotations
@@ -18,17 +23,24 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, WireError
 from ...fabric.contract.ids import new_process_id
 from ...fabric.contract.limits import SNAPSHOTS_BYTES_MAX
-from ...fabric.contract.records import WorkerInfo
+from ...fabric.contract.records import RunConfig, WorkerInfo
 from ...fabric.host.memory import resident_bytes
+from ...fabric.model.presets import is_preset
+from ...fabric.model.tokenizer import Tokenizer
 from ...fabric.ports.queue import Fabric
 from ...fabric.ports.sessions import REMOTE
 from ...fabric.rules.queue.timings import Timings
 from ...fabric.tracing.spans import Spans
+from ..engines.model_tokenizer import load_tokenizer
+from ..environments.base import in_thread
+from ..environments.failures import reason_of
 from ..environments.registry import Registry
 from ..environments.room import Room
 from .desk import Desk
@@ -36,9 +48,13 @@ from .keeper import AskReward, Elsewhere, Keeper, KeeperConfig
 from .run import AgentConfig as AgentConfig
 from .run import AgentParts, RunAgent
 from .slots import Places, Quarantine
-from .tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 1.0  # pause after a failure; doubles up to RETRY_S_MAX
+RETRY_S_MAX = 60.0
+ERROR_LENGTH = 300  # characters of each error
+NAME_COUNT = 8  # refused runs named in a heartbeat
 
 
 class AgentWorker:
@@ -147,3 +163,60 @@ class AgentWorker:
     def running_count(self) -> int:
         """Count the environments in use now."""
         return sum(len(agent.claims) for agent in list(self._agents.values()))
+
+
+class Tokenizers:
+    """Tokenizers by run, and the errors of those that are missing."""
+
+    def __init__(self, clock: Clock, hub_names: Sequence[str] = ()) -> None:
+        """hub_names: patterns of models that may be downloaded."""
+        self._clock = clock
+        self._hub_names = hub_names
+        self._loads: dict[tuple[str, str], asyncio.Task[Tokenizer]] = {}  # (run_id, model)
+        self._errors: dict[tuple[str, str], str] = {}
+
+    def of(self, run: RunConfig) -> Tokenizer | None:
+        """Return the tokenizer of a run's model; None if it is not loaded yet (the first call begins the load)."""
+        if is_preset(run.model):
+            return load_tokenizer(run.model)
+        key = (run.run_id, run.model)
+        if key not in self._loads:
+            self._loads[key] = asyncio.create_task(self._load(key))
+        load = self._loads[key]
+        return load.result() if load.done() else None
+
+    def keep(self, runs: Mapping[str, RunConfig]) -> None:
+        """Forget the tokenizers of all other runs."""
+        for key in self._loads.keys() - {(run.run_id, run.model) for run in runs.values()}:
+            self._loads.pop(key).cancel()
+            self._errors.pop(key, None)
+
+    def close(self) -> None:
+        """Load no more."""
+        self.keep({})
+
+    @property
+    def error(self) -> str | None:
+        """Why runs are not served, or None: the newest NAME_COUNT errors, and how many more there are."""
+        shown = [
+            f"run {run_id!r} is not served: {error[:ERROR_LENGTH]}" for (run_id, _), error in self._errors.items()
+        ][::-1]
+        left = len(shown) - NAME_COUNT
+        return "; ".join(shown[:NAME_COUNT] + ([f"and {left} more"] if left > 0 else [])) or None
+
+    async def _load(self, key: tuple[str, str]) -> Tokenizer:
+        run_id, model = key
+        may_download = any(fnmatchcase(model, each) for each in self._hub_names)
+        pause_s = RETRY_S
+        while True:
+            try:
+                tokenizer = await in_thread(lambda: load_tokenizer(model, may_download=may_download))
+            except Exception as error:  # noqa: BLE001 - around whatever a library makes of what any run names
+                if key not in self._errors:
+                    log.error("agent.run_not_served", extra={"run_id": run_id, "error": reason_of(error)})
+                self._errors[key] = reason_of(error)
+                await self._clock.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_S_MAX)
+            else:
+                self._errors.pop(key, None)
+                return tokenizer

@@ -13,8 +13,7 @@ import pytest
 
 from rollfab.errors import ConfigError, InputError
 from rollfab.fabric.contract.records import Failure, Group, Node, Rollout, RunConfig
-from rollfab.trainer.integrations.rows import rows_of, runs_of
-from rollfab.trainer.integrations.trl import check_trainer, columns, rollout_func
+from rollfab.trainer.integrations.trl import check_trainer, columns, rollout_func, rows_of, runs_of
 from rollfab.trainer.integrations.trl_async import RolloutWorker
 from tests.support.records import new_rollout
 

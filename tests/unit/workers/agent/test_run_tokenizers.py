@@ -16,7 +16,7 @@ from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.model.tokenizer import CharTokenizer
-from rollfab.workers.agent.tokenizers import Tokenizers
+from rollfab.workers.agent.worker import Tokenizers
 from rollfab.workers.engines import model_tokenizer as transformers_tokenizer
 from tests.unit.workers.agent.test_agent import Setting, until
 
