@@ -17,7 +17,7 @@ from rollfab.fabric.rules.serving.facts import ServingState
 from rollfab.workers.engines.base import GenerationRequest
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
-from rollfab.workers.engines.vllm.step import serving_guard
+from rollfab.workers.engines.vllm.step import scheduler
 from rollfab.workers.engines.vllm.step.scheduler_page import Page
 from rollfab.workers.serving.device.priority import children_of, threads_named
 from rollfab.workers.serving.guarding.guard import GuardConfig, GuardOrders
@@ -258,7 +258,7 @@ async def test_loops_that_look_for_other_ranks_take_nothing_from_serving(
     await engine.start()
     try:
         ours = [each for each in children_of([os.getpid()]) if each not in before]
-        loops = [thread for each in ours for thread in threads_named(each, serving_guard.GLOO_THREAD)]
+        loops = [thread for each in ours for thread in threads_named(each, scheduler.GLOO_THREAD)]
         assert loops
         assert {os.sched_getscheduler(thread) for thread in loops} == {os.SCHED_IDLE}
     finally:
@@ -268,25 +268,25 @@ async def test_loops_that_look_for_other_ranks_take_nothing_from_serving(
 def test_a_guard_that_is_shut_is_asked_again_once_serving_goes_on_or_after_a_while(
     serving: PlayedServing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving_guard, "AGAIN_S", 600.0)
-    monkeypatch.setattr(serving_guard, "TELL_S", 600.0)  # nobody else looks
+    monkeypatch.setattr(scheduler, "AGAIN_S", 600.0)
+    monkeypatch.setattr(scheduler, "TELL_S", 600.0)  # nobody else looks
     config = GuardConfig(probe=str(tmp_path / "page"), slo_ttft_ms=5000.0, slo_tpot_ms=500.0)
     page = Page.create()
     page.guard_from_now()
     page.order(GuardOrders(is_lent=True))
     try:
-        guard = serving_guard.StepGuard(page, config.row())
-        guard.step_tokens(serving_guard.ONE)  # finds the page
+        guard = scheduler.StepGuard(page, config.row())
+        guard.step_tokens(scheduler.ONE)  # finds the page
         serving.need_everything()
-        assert guard.step_tokens(serving_guard.ONE) == 0
+        assert guard.step_tokens(scheduler.ONE) == 0
         assert not guard.may_differ()
 
         serving.rest()
         assert guard.may_differ()
-        assert guard.step_tokens(serving_guard.ONE) is None
+        assert guard.step_tokens(scheduler.ONE) is None
 
         assert not guard.may_differ()
-        monkeypatch.setattr(serving_guard, "AGAIN_S", 0.0)
+        monkeypatch.setattr(scheduler, "AGAIN_S", 0.0)
         assert guard.may_differ()
     finally:
         page.close()

@@ -107,7 +107,7 @@ class Holding:
 
 # ---------------------------------------------------------------- backend guard
 #
-# The worker's side of the guard that runs beside vLLM's scheduler (engines/vllm/step/serving_guard.py).
+# The worker's side of the guard that runs beside vLLM's scheduler (engines/vllm/step/scheduler.py).
 
 
 SILENT_S = 1.0  # ten times as long as it takes from word to word

@@ -50,7 +50,7 @@ ALLOWED = {
     ("workers/environments/verifiers_plugin.py", "compile"): CHAT,
     ("workers/environments/verifiers_plugin.py", "exec"): CHAT,
     (
-        "workers/engines/vllm/step/serving_guard.py",
+        "workers/engines/vllm/step/scheduler.py",
         "import_module",
     ): "rules that the engine's own process was started with, by code: no option or message names one",
     (

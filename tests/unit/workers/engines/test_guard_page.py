@@ -14,7 +14,7 @@ import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.workers.engines.vllm.step.scheduler_page import Page
-from rollfab.workers.serving.device.scheduling import YieldingThread
+from rollfab.workers.serving.device.priority import YieldingThread
 from rollfab.workers.serving.guarding.guard import GuardOrders
 from rollfab.workers.serving.probes.probe_page import ProbeWriter
 from tests.support.until import wait_until

@@ -171,7 +171,7 @@ class Door(Protocol):
         ...
 
     def guard_said(self) -> bytes | None:
-        """Return what the guard said last, see engines/vllm/step/serving_guard.py; None: nothing, or ask again."""
+        """Return what the guard said last, see engines/vllm/step/scheduler.py; None: nothing, or ask again."""
         ...
 
     def check_turns(self, turns: TurnsAtCommit) -> None:

@@ -3,7 +3,7 @@
 - Each word has one writer. A write of eight aligned bytes is seen whole by the other side.
 - The worker writes limits, which the scheduler reads at every step: no call, no queue, no lock in between.
 - The scheduler writes what it does at every step.
-- Behind the words lies a text of the guard (serving_guard.py), written a few times a second. Its sequence number is odd
+- Behind the words lies a text of the guard (scheduler.py), written a few times a second. Its sequence number is odd
   while it is written; a reader that sees the number change, or odd, reads again later.
 """
 
