@@ -3,6 +3,8 @@
 - `exchange` is the heart: one round trip hands in what finished, extends what runs and takes what is ready.
 - A result goes to the inbox of the agent that waits *now*; an agent that takes a trajectory over inherits its turn.
 - A worker that claims an unreadable turn settles it as an error; an agent asks again for an unreadable result.
+- An image is known by its digest, and believed by it alone: what is missing or damaged makes its turn unreadable. The
+  broker keeps it once for a trajectory. A worker remembers files that came last: each turn shows the same ones.
 - A shard that fails takes nothing from the others: they are all asked, and their answers returned. A call raises the
   error only if nothing would be lost with it, claims above all.
 """
@@ -10,22 +12,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
 from ..broker.clients.channel import Argument, Command, checked, stream_entries
+from ..broker.clients.translate import translate
 from ..broker.clients.typed import is_wrong_type
 from ..broker.clients.waiting import first_found
-from ..broker.connection import translate
 from ..contract.errors import FirstError, WireError
+from ..contract.images import Image, digest_of
+from ..contract.limits import MIB
 from ..contract.records import NO_IDS, NO_LOGPROBS, RunConfig, Sampling, TokenLog, TurnJob, TurnResult
 from ..ports.queue import Exchange, NotPushed, Reaped, TurnClaim, TurnProgress, TurnPush, TurnSettle
 from ..rules.queue.retries import BLAME_COUNT_MAX, SUSPECT_LOSS_COUNT, is_suspect, lost_turn
 from ..rules.queue.token_parts import whole
-from .images import ImageTable, digests_in
 from .keys import BELL_TTL_MS, INBOX_TTL_MS, PART_ENDINGS, RunShards, ShardKeys
 from .rows import is_job_name, shown_name, turn_row, waited_s
 from .scripts import Call, Scripts
@@ -38,6 +42,7 @@ WAIT_MS_MAX = 10_000  # after which a worker looks again in any case
 RESULT_COUNT = 512  # results taken from an inbox at once
 NOT_PUSHED: dict[int, NotPushed] = {0: "lost", -1: "over"}  # by the script's answer
 LACKS_IMAGES = -2
+REMEMBERED_BYTES_MAX = 128 * MIB  # of one worker's memory
 
 T = TypeVar("T")
 
@@ -360,3 +365,55 @@ def _failed(name: str, problem: str) -> TurnResult:
         logprobs=NO_LOGPROBS,
         error=f"what the broker held of turn {name} could not be read: {problem}" if problem else lost_turn(name),
     )
+
+
+def digests_in(job: TurnJob) -> list[str]:
+    """Return the digests of a turn's images, each once."""
+    return list(dict.fromkeys(place.digest for place in job.images))
+
+
+class ImageTable:
+    """The images of one run's turns."""
+
+    def __init__(self, client: Redis, scripts: Scripts) -> None:
+        self._client: Any = client  # its stubs do not know that replies are bytes
+        self._scripts = scripts
+        self._remembered: OrderedDict[str, bytes] = OrderedDict()  # by digest, the last used at the end
+        self._remembered_bytes = 0
+
+    async def put(self, agent_id: str, keys: ShardKeys, push: TurnPush) -> None:
+        """Give the broker the images of a turn that it lacks, one in a call: together they may be 32 MiB."""
+        digests = digests_in(push.job)
+        fields = [f"{push.trajectory_id}/{digest}" for digest in digests]
+        for digest, field in zip(digests, fields, strict=True):
+            if not await self._client.hexists(keys.turn_image, field):
+                row: list[Argument] = [agent_id, push.trajectory_id, push.fence, digest, push.images[digest]]
+                await self._scripts.call("put_images", [keys], row)
+
+    async def bring(self, keys: ShardKeys, claim: TurnClaim) -> TurnClaim:
+        """Return a claim with the files of its images. Raises WireError: one is not there, or is damaged."""
+        files = await self._files(keys, claim.job)
+        places = [(each.start, each.end, each.digest) for each in claim.job.images]
+        images = tuple(Image(start=s, end=e, digest=digest, data=files[digest]) for s, e, digest in places)
+        return replace(claim, images=images)
+
+    async def _files(self, keys: ShardKeys, job: TurnJob) -> Mapping[str, bytes]:
+        """Return the files of a turn's images, by digest."""
+        files = {}
+        trajectory_id = job.turn_id.rpartition(".")[0]
+        for digest in digests_in(job):
+            data = self._remembered.get(digest) or await self._client.hget(keys.turn_image, f"{trajectory_id}/{digest}")
+            if data is None or digest_of(data) != digest:
+                fault = "is not there" if data is None else "is damaged"
+                raise WireError(f"image {digest} of turn {job.turn_id} {fault}")
+            files[digest] = data
+            self._remember(digest, data)
+        return files
+
+    def _remember(self, digest: str, data: bytes) -> None:
+        if digest not in self._remembered:
+            self._remembered_bytes += len(data)
+        self._remembered[digest] = data
+        self._remembered.move_to_end(digest)
+        while self._remembered_bytes > REMEMBERED_BYTES_MAX:
+            self._remembered_bytes -= len(self._remembered.popitem(last=False)[1])
