@@ -35,8 +35,6 @@ from .schemas.answers import Problem
 from .schemas.base import all_requests
 from .training.words import TRAINING
 
-__all__ = ["ApiConfig", "make_app"]
-
 log = logging.getLogger(__name__)
 
 DESCRIPTION = "Runs, workers, leases and weights of a rollout fabric: to watch, and to lend GPUs or take them back."

@@ -6,14 +6,14 @@ from types import TracebackType
 
 from redis.asyncio import Redis
 
-from .broker.clients.url import read_url
+from .broker.clients.url import Durability, read_url
 from .broker.connection import CONNECTION_COUNT_MAX, check_broker, open_broker
 from .contract.ids import new_worker_id
 from .contract.records import RunConfig
 from .queue.board import RedisLeaseBoard
 from .queue.reading import RedisTrajectoryReader
 from .queue.rollouts import RedisRolloutStream
-from .queue.scripts import Durability, check_durability
+from .queue.scripts import check_durability
 from .queue.trajectories import RedisTrajectoryQueue
 from .queue.turns import RedisTurnQueue
 from .versions.store import RedisWeightStore

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from ..fabric.broker.connection import mask_url
+from ..fabric.broker.clients.url import mask_url
 from ..fabric.broker.embedded import EmbeddedBroker
 from ..fabric.contract.agreement import Agreement, AlarmRule
 from ..fabric.contract.errors import ConfigError, FabricError

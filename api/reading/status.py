@@ -19,8 +19,8 @@ from ...fabric.contract.clock import Clock
 from ...fabric.contract.errors import BrokerError, FabricError
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.contract.sharing import ALL, LendSetting
-from ...fabric.inspect.diagnosing import Cause, read_fabric
-from ...fabric.inspect.diagnosis import is_well
+from ...fabric.inspect.diagnosing import read_fabric
+from ...fabric.inspect.diagnosis import Cause, is_well
 from ...fabric.ports.queue import Fabric, RunStatus
 from ...fabric.ports.weights import WeightStore
 from ...fabric.rules.lending.hours import minute_of_week

@@ -12,8 +12,8 @@ from rich.console import RenderableType
 
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.contract.sharing import LendSetting
-from ...fabric.inspect.diagnosing import Cause, read_fabric
-from ...fabric.inspect.diagnosis import is_well
+from ...fabric.inspect.diagnosing import read_fabric
+from ...fabric.inspect.diagnosis import Cause, is_well
 from ...fabric.ports.queue import BadRow, RunStatus
 from ...fabric.rules.lending.hours import minute_of_week
 from ...fabric.rules.lending.terms import terms

@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...fabric.broker.connection import mask_url, open_broker
+from ...fabric.broker.clients.url import mask_url
+from ...fabric.broker.connection import open_broker
 from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.records import WorkerInfo

@@ -19,7 +19,7 @@ from ...fabric.contract.sharing import GuardView, LendSetting
 from ...fabric.ports.queue import RunStatus, Survey
 from ...fabric.rules.lending import capacity, division
 from ...fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_requests, followed
-from ...fabric.rules.lending.capacity import CapacityRule, Grant
+from ...fabric.rules.lending.capacity_facts import CapacityRule, Grant
 from ...fabric.rules.serving.facts import StepWork
 from ...workers.controller.controller import ControllerConfig
 from ...workers.controller.demand import Census

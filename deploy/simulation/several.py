@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...fabric.rules.lending.capacity import CapacityRule
+from ...fabric.rules.lending.capacity_facts import CapacityRule
 from ...fabric.rules.lending.division import slice_of
 from .cluster import Cluster
 

@@ -32,12 +32,10 @@ from .clients.patience import SAY_AFTER_S, PatientRetry
 from .clients.pools import Pools
 from .clients.translate import broker_name, translate
 from .clients.typed import TypedClient
-from .clients.url import Address, BrokerUrl, mask_url, read_url, resolve_url
+from .clients.url import Address, BrokerUrl, mask_url, read_url
 from .embedded import starter_of
 from .sentinel import LedClient
 from .server_facts import BrokerFacts, broker_facts, problems
-
-__all__ = ["open_broker", "CONNECTION_COUNT_MAX", "check_broker", "translate", "broker_name", "resolve_url", "mask_url"]
 
 log = logging.getLogger(__name__)
 

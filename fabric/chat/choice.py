@@ -23,8 +23,7 @@ from typing import Any
 
 from ..contract.errors import InputError
 from ..contract.limits import GUIDED_BYTES_MAX
-from ..contract.sampling import shown
-from ..contract.text import one_line
+from ..contract.text import one_line, shown
 from .forms import NAME, Call, Form, Writing, read_answer
 from .messages import Tool
 

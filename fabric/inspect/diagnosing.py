@@ -22,8 +22,6 @@ from ..rules.lending.terms import LendTerms, terms
 from ..rules.queue.push import no_such_run
 from .diagnosis import MISSING, SILENT_MS, Cause, Scene, diagnose
 
-__all__ = ["Cause", "Reading", "diagnose_run", "diagnose_survey", "forgotten", "read_fabric"]
-
 EVENT_COUNT = 256  # the newest, among which those of half a minute are looked for
 DETAILED_COUNT_MAX = 64  # runs whose details are read at once: more of them would not be read by people either
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from ..broker.clients.channel import checked
+from ..broker.clients.channel import Argument, checked
 from ..broker.clients.cluster_client import ClusterClient
-from ..broker.clients.translate import answers_of
-from ..broker.connection import translate
+from ..broker.clients.translate import answers_of, translate
 from ..contract.agreement import Agreement
 from ..contract.errors import ConfigError, WireError
 from ..contract.ids import NAME
@@ -46,7 +45,7 @@ from .keys import RunShards, ShardKeys, WeightKeys
 from .leases import RedisLeases, beat_age
 from .rollouts import stream_rows
 from .rows import BadRows, event_row, lease_row, lend_row, run_row, sharing_row, text_rows, worker_row
-from .scripts import Argument, Call
+from .scripts import Call
 from .status import details_of, queue_status, read_status, sum_up, unknown_run
 from .tables import remove_row, survey_rows
 

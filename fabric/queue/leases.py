@@ -18,8 +18,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from ..broker.clients.channel import checked
-from ..broker.clients.translate import answers_of
-from ..broker.connection import translate
+from ..broker.clients.translate import answers_of, translate
 from ..contract.errors import RunUnknown
 from ..contract.lease_plan import LeaseChange, LeasePlan, Sample
 from ..contract.limits import EVENT_BYTES_MAX

@@ -9,8 +9,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 from ..broker.clients.channel import Command, checked
+from ..broker.clients.translate import translate
 from ..broker.clients.typed import is_wrong_type
-from ..broker.connection import translate
 from ..contract.agreement import TokenDifferences
 from ..contract.errors import WireError
 from ..contract.ids import group_of, turn_id

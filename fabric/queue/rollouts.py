@@ -20,9 +20,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from ..broker.clients.channel import Command, checked, stream_entries
+from ..broker.clients.translate import translate
 from ..broker.clients.typed import is_wrong_type
+from ..broker.clients.url import Durability
 from ..broker.clients.waiting import first_found
-from ..broker.connection import translate
 from ..contract.agreement import TokenDifferences
 from ..contract.clock import Clock, SystemClock
 from ..contract.errors import BrokerError, FabricError, FirstError, WireError
@@ -46,7 +47,7 @@ from ..rules.queue.push import (
 from ..rules.queue.retries import NO_LETTER, RERUN_COUNT_MAX, is_stale, not_held, too_stale
 from .keys import CONSUMED_COUNT_MAX, CONSUMER_GROUP_TRAINER, RunShards, ShardKeys
 from .rows import BadRows, GroupFacts, given_up_row, is_job_name, kept_row, letter_row, rollout_rows
-from .scripts import Call, Durability, Owner, Scripts, call_durably
+from .scripts import Call, Owner, Scripts, call_durably
 from .status import unknown_run
 
 log = logging.getLogger(__name__)

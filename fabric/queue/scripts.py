@@ -35,21 +35,6 @@ from ..contract.errors import BrokerError, ConfigError
 from . import keys as key_names
 from .keys import GroupKeys, JobKeys, ShardKeys, WeightKeys
 
-__all__ = [
-    "Argument",
-    "Call",
-    "Durability",
-    "Owner",
-    "Scripts",
-    "call_durably",
-    "check_durability",
-    "head_of",
-    "keys_of",
-    "load_script",
-    "script_names",
-    "script_text",
-]
-
 USE = re.compile(r"^-- use ([a-z_ ]+)$", re.MULTILINE)
 FLAGS = re.compile(r"^-- flags ([a-z-]+)$", re.MULTILINE)
 KEYS = re.compile(r"^-- keys (.+)$", re.MULTILINE)

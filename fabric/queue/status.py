@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..broker.connection import translate
+from ..broker.clients.translate import translate
 from ..contract.errors import RunUnknown
 from ..contract.records import RunConfig
 from ..ports.queue import Consumer, RunDetails, RunStatus

@@ -16,8 +16,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from ..broker.clients.translate import translate
 from ..broker.clients.waiting import first_found
-from ..broker.connection import translate
 from ..contract.errors import FirstError, WireError
 from ..contract.ids import group_of, turn_id
 from ..contract.records import DeadLetter, Rollout, RunConfig, TurnResult

@@ -17,6 +17,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from ..broker.clients.channel import Argument
 from ..broker.clients.translate import translate
 from ..contract.errors import WireError
 from ..contract.ids import check_name
@@ -32,7 +33,7 @@ from ..ports.weights import (
 )
 from ..queue.keys import WeightKeys
 from ..queue.rows import damage_row, holder_row
-from ..queue.scripts import Argument, Scripts
+from ..queue.scripts import Scripts
 from ..rules.weights.publish import round_full
 
 ANNOUNCEMENT_COUNT_MAX = 16

@@ -18,6 +18,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from ..broker.clients.channel import Argument
 from ..broker.clients.cluster_client import ClusterClient
 from ..broker.clients.translate import answers_of, translate
 from ..broker.clients.typed import is_wrong_type
@@ -26,7 +27,7 @@ from ..format.manifest import BROKER, Head, WeightManifest
 from ..ports.weights import Range
 from ..queue.keys import ShardKeys, WeightKeys
 from ..queue.rows import head_row, sending_rows, version_rows
-from ..queue.scripts import Argument, Owner
+from ..queue.scripts import Owner
 from ..rules.weights.chain import Link
 from ..rules.weights.publish import ALREADY, GRANTED, chunks_lost, refusal
 from .board import ANNOUNCEMENT_COUNT_MAX, RedisWeightBoard

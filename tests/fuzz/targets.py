@@ -52,7 +52,8 @@ from rollfab.fabric.contract.records import (
     WorkerInfo,
 )
 from rollfab.fabric.contract.sharing import LendSetting, SharingReport
-from rollfab.fabric.contract.wire import ALIGNMENT, HEADER, MAGIC, Record, load_json
+from rollfab.fabric.contract.sides import ALIGNMENT
+from rollfab.fabric.contract.wire import HEADER, MAGIC, Record, load_json
 from rollfab.fabric.delivery.collective.invitations import Answer, Offer
 from rollfab.fabric.format.codec import Encoder
 from rollfab.fabric.format.decoder import Decoder

@@ -22,7 +22,8 @@ import typer
 import yaml
 from typer.main import get_command
 
-from rollfab.deploy.main import app, refuse_secrets
+from rollfab.deploy.cli.arguments import refuse_secrets
+from rollfab.deploy.main import app
 from rollfab.fabric.queue.acl import RIGHTS, user_name
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,11 +26,13 @@ from ...fabric.contract.ids import new_process_id
 from ...fabric.contract.lease_plan import EPOCHS_PER_TERM, LeaseChange, LeasePlan, PlanRow, RunDemand, term_of
 from ...fabric.contract.records import Lease, WorkerInfo
 from ...fabric.contract.sharing import LendSetting
-from ...fabric.inspect.diagnosing import Cause, diagnose_survey
+from ...fabric.inspect.diagnosing import diagnose_survey
+from ...fabric.inspect.diagnosis import Cause
 from ...fabric.inspect.history import sample_of
 from ...fabric.ports.queue import LeaseBoard, Survey
 from ...fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_requests, followed
-from ...fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, plan
+from ...fabric.rules.lending.capacity import plan
+from ...fabric.rules.lending.capacity_facts import CapacityRule, Grant, RunFacts
 from ...fabric.rules.lending.division import settle
 from ...fabric.rules.lending.hardware import Speeds, read_costs
 from ...fabric.rules.lending.lease import has_ended

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from ...fabric.contract.records import Lease, WorkerInfo
 from ...fabric.contract.sharing import ALL, LendSetting
 from ...fabric.ports.queue import RunStatus, Survey
-from ...fabric.rules.lending.capacity import Grant, RunFacts, WorkerFacts
-from ...fabric.rules.lending.capacity_facts import SWITCH_S_MAX
+from ...fabric.rules.lending.capacity_facts import SWITCH_S_MAX, Grant, RunFacts, WorkerFacts
 from ...fabric.rules.lending.hours import minute_of_week
 from ...fabric.rules.lending.lease import has_ended
 from ...fabric.rules.lending.terms import LendTerms, terms

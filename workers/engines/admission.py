@@ -16,7 +16,8 @@ from ...fabric.chat.vision import Vision
 from ...fabric.contract.errors import EngineError, EngineUnsupported, InputError
 from ...fabric.contract.limits import KEPT_ID_COUNT_MAX, TURN_SIDES_BYTES_MAX
 from ...fabric.contract.records import Int32
-from ...fabric.contract.sampling import FIELDS, GUIDED, is_field, is_whole, shown
+from ...fabric.contract.sampling import FIELDS, GUIDED, is_field, is_whole
+from ...fabric.contract.text import shown
 from .base import GenerationRequest
 from .stops import Pieces, StopMatcher
 

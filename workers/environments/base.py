@@ -28,7 +28,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 from ...fabric.chat.choice import read_choice
 from ...fabric.contract.errors import EnvironmentFailed, InputError, WireError
 from ...fabric.contract.limits import TURN_COUNT_MAX
-from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, is_whole, sampling_from, shown
+from ...fabric.contract.sampling import FIELDS, Sampling, check_sampling, is_whole, sampling_from
+from ...fabric.contract.text import shown
 from .process_main import Refused, facts, said, seed_of
 
 T = TypeVar("T")

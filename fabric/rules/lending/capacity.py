@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from .capacity_facts import CapacityRule, Grant, RunFacts, WorkerFacts, is_same_model
 from .division import Offer, divide, slice_of
 
-__all__ = ["CapacityRule", "Grant", "RunFacts", "WorkerFacts", "plan"]
-
 RISK_LEVELS = 5  # of headroom times openness: finer ones would only reorder workers that are equally safe
 
 

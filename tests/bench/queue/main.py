@@ -18,7 +18,7 @@ from typing import Any
 import redis
 
 from rollfab.deploy.replay.figures import Report, number, percentile, show
-from rollfab.fabric.broker.connection import mask_url, resolve_url
+from rollfab.fabric.broker.clients.url import mask_url, resolve_url
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.fabric.opened import RedisFabric

@@ -15,7 +15,8 @@ import redis.asyncio
 from rollfab.deploy.roles.engines import EngineOptions
 from rollfab.deploy.roles.options import WorkerOptions
 from rollfab.deploy.roles.run import run_worker
-from rollfab.fabric.broker.connection import check_broker, open_broker, translate
+from rollfab.fabric.broker.clients.translate import translate
+from rollfab.fabric.broker.connection import check_broker, open_broker
 from rollfab.fabric.contract.errors import BrokerError, BrokerFull
 from rollfab.fabric.opened import RedisFabric
 from rollfab.workers.engines.base import Engine

@@ -22,8 +22,9 @@ from rollfab.fabric.delivery.relay_options import RelayOptions
 from rollfab.fabric.delivery.relay_parents import Parents
 from rollfab.fabric.delivery.relay_server import RelayServer
 from rollfab.fabric.format.codec import Bits
+from rollfab.fabric.format.digest import state_sums, sums_digest
 from rollfab.fabric.format.layout import Layout, TensorSpec
-from rollfab.fabric.format.manifest import Holder, WeightManifest, chunk_digest, state_sums, sums_digest
+from rollfab.fabric.format.manifest import Holder, WeightManifest, chunk_digest
 from rollfab.fabric.opened import RedisFabric
 from rollfab.fabric.ports.weights import WeightStore
 from rollfab.fabric.versions.reader import ChainReader

@@ -16,8 +16,8 @@ from redis import exceptions
 from redis._parsers.helpers import parse_info
 
 from rollfab.fabric.broker.clients.patience import PatientRetry, pause_s
-from rollfab.fabric.broker.clients.url import read_url
-from rollfab.fabric.broker.connection import broker_name, mask_url, resolve_url, translate
+from rollfab.fabric.broker.clients.translate import broker_name, translate
+from rollfab.fabric.broker.clients.url import mask_url, read_url, resolve_url
 from rollfab.fabric.broker.server_facts import broker_facts, problems
 from rollfab.fabric.contract.errors import BrokerError, BrokerFull, ConfigError, FabricError, QueueFull
 from tests.sim.virtual_loop import on_virtual_time

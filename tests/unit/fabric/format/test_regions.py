@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollfab.fabric.format.codec import BLOCK_BYTES
 from rollfab.fabric.format.digest import sum_range, tensor_key
 from rollfab.fabric.format.layout import Layout, TensorSpec
-from rollfab.fabric.format.regions import BLOCK_BYTES, Region, cut, cut_digest, cut_region
+from rollfab.fabric.format.regions import Region, cut, cut_digest, cut_region
 
 KEY = tensor_key("w")
 

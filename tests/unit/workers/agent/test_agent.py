@@ -19,7 +19,7 @@ from rollfab.fabric.ports.queue import Exchange, TrajectoryClaim, TurnPush, Turn
 from rollfab.fabric.queue.rollouts import RedisRolloutStream
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
-from rollfab.trainer.aio import make_groups
+from rollfab.trainer.checks import make_groups
 from rollfab.workers.agent.worker import AgentConfig, AgentWorker
 from rollfab.workers.environments.registry import Registry
 from tests.standin.broker import DirectClient

@@ -34,7 +34,7 @@ from rollfab.fabric.ports.queue import TurnClaim, TurnProgress, TurnSettle
 from rollfab.fabric.ports.sessions import Call, Opened, Reply
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
-from rollfab.trainer.aio import make_groups
+from rollfab.trainer.checks import make_groups
 from rollfab.workers.agent import desk as desk_module
 from rollfab.workers.agent import episode as episode_module
 from rollfab.workers.agent import keeper as keeper_module

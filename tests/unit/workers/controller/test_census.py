@@ -8,8 +8,7 @@ from typing import Any
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.fabric.contract.records import Lease, RunConfig, WorkerInfo
 from rollfab.fabric.ports.queue import RunStatus, Survey
-from rollfab.fabric.rules.lending.capacity import Grant, WorkerFacts
-from rollfab.fabric.rules.lending.capacity_facts import SWITCH_S_MAX
+from rollfab.fabric.rules.lending.capacity_facts import SWITCH_S_MAX, Grant, WorkerFacts
 from rollfab.workers.controller.controller import Controller, ControllerConfig
 from rollfab.workers.controller.demand import FAILS_S, LATELY_S, REST_S, SAMPLE_COUNT_MIN, SPEED_S, Census
 from tests.standin.fabric import StandInFabric

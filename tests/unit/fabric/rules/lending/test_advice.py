@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollfab.fabric.rules.lending.advice import Advice, AdviceRule, advise, extra_requests, followed
-from rollfab.fabric.rules.lending.capacity import CapacityRule, RunFacts, WorkerFacts, plan
+from rollfab.fabric.rules.lending.capacity import plan
+from rollfab.fabric.rules.lending.capacity_facts import CapacityRule, RunFacts, WorkerFacts
 
 RULE = AdviceRule()
 TICK_S = 0.5

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.rules.lending.capacity import (
-    Backlog,
-    CapacityRule,
-    RunFacts,
-    WorkerFacts,
-    is_worth,
-    plan,
-    slot_time_s,
-    speed_of,
-)
+from rollfab.fabric.rules.lending.capacity import Backlog, is_worth, plan, slot_time_s, speed_of
+from rollfab.fabric.rules.lending.capacity_facts import CapacityRule, RunFacts, WorkerFacts
 
 RULE = CapacityRule()
 

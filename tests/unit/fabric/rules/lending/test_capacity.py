@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.rules.lending.capacity import CapacityRule, RunFacts, WorkerFacts, plan
+from rollfab.fabric.rules.lending.capacity import plan
+from rollfab.fabric.rules.lending.capacity_facts import CapacityRule, RunFacts, WorkerFacts
 
 RULE = CapacityRule()
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rollfab.fabric.contract.errors import ConfigError, RunMismatch
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.model.presets import check_model_name, find_model
-from rollfab.fabric.rules.lending.capacity import CapacityRule, RunFacts, WorkerFacts, plan
-from rollfab.fabric.rules.lending.capacity_facts import is_same_model
+from rollfab.fabric.rules.lending.capacity import plan
+from rollfab.fabric.rules.lending.capacity_facts import CapacityRule, RunFacts, WorkerFacts, is_same_model
 from rollfab.fabric.rules.queue.runs import check_same_run
 from rollfab.workers.engines.model_tokenizer import load_tokenizer
 

@@ -8,7 +8,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.rules.lending.capacity import CapacityRule, RunFacts, WorkerFacts, plan
+from rollfab.fabric.rules.lending.capacity import plan
+from rollfab.fabric.rules.lending.capacity_facts import CapacityRule, RunFacts, WorkerFacts
 from rollfab.fabric.rules.lending.together import REST_S, TOGETHER_COUNT_MAX, together
 
 RUNS = st.lists(

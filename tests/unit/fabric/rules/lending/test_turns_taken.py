@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.rules.lending.capacity import CapacityRule, Grant, RunFacts, WorkerFacts, plan
-from rollfab.fabric.rules.lending.capacity_facts import SWITCH_S_MAX
+from rollfab.fabric.rules.lending.capacity import plan
+from rollfab.fabric.rules.lending.capacity_facts import SWITCH_S_MAX, CapacityRule, Grant, RunFacts, WorkerFacts
 from rollfab.fabric.rules.lending.division import Offer, settle, shares, slice_of
 
 RULE = CapacityRule()
