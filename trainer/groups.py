@@ -372,7 +372,6 @@ class Ledger:
             await self.acknowledge(delivery)
 
     async def cancel(self, group_id: str) -> bool:
-        """Drop a group."""
         self._open.pop(group_id, None)
         return await self._rollouts.cancel(group_id)
 

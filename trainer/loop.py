@@ -73,7 +73,6 @@ class Checkpoint:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is one."""
         return self.path.exists()
 
     def read(self) -> dict[str, Any]:

@@ -110,7 +110,6 @@ class Receipts:
         return found
 
     def close(self) -> None:
-        """Give back all."""
         self.give_back(list(self._held))
 
     def _timer(self, name: str, hold_s: float) -> asyncio.TimerHandle:

@@ -144,16 +144,13 @@ def _foreign_page(headers: Headers) -> tuple[int, str, str] | None:
     is_foreign = site not in (None, "same-origin", "none")
     if origin is not None:
         is_foreign |= (
-            not origin.startswith(("http://", "https://")) or _netloc(origin) != headers.get("host", "").lower()
+            not origin.startswith(("http://", "https://"))
+            or origin.partition("://")[2].lower() != headers.get("host", "").lower()
         )
     if not is_foreign:
         return None
     message = f"a page of {origin or 'another site'} may not control this api: use the page at / here"
     return 403, "OriginRefused", message
-
-
-def _netloc(origin: str) -> str:
-    return origin.partition("://")[2].lower()
 
 
 def _host_name(host: str) -> str:

@@ -326,7 +326,6 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float,
 
 
 def weight_metrics(status: Status) -> Iterator[Metric]:
-    """Yield all metrics of weights in a status."""
     yield from _heads(status)
     yield from _sizes(status.weights)
     yield from _held(status.weights)

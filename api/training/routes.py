@@ -53,7 +53,6 @@ PIECE = {"requestBody": {"required": True, "content": {"application/octet-stream
 
 
 def router(runs: Runs, files: WeightFiles) -> APIRouter:
-    """Make the routes."""
     routes = APIRouter(prefix="/v1/runs/{run_id}", tags=["train"], responses=UNKNOWN)
     _add_runs(routes, runs)
     _add_groups(routes, runs)

@@ -160,7 +160,6 @@ class Cell:
 
 
 def cells(*values: str | Cell) -> list[Cell]:
-    """Make the cells of a row."""
     return [value if isinstance(value, Cell) else Cell(value) for value in values]
 
 

@@ -53,7 +53,6 @@ class DemoState:
         self.rates = [row for row in self.rates if row[0] > now - 5.0]
 
     def take_event(self, kind: str, facts: dict[str, Any]) -> None:
-        """Take in one event."""
         if kind == "trainer.step":
             self.rewards.append((int(facts["step"]), float(facts["reward_mean"])))
             self.last_step = facts

@@ -122,7 +122,6 @@ class LedClient(TypedClient):
         return client
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Close every connection."""
         await super().aclose(close_connection_pool)
         await self._pool.disconnect()
         await self._sentinels.close()

@@ -40,17 +40,10 @@ class ControlTokens:
     def broken_up(self, value: Any) -> Any:
         """Put MARK after the first character of each token in the texts and keys of a JSON value."""
         if isinstance(value, str):
-            return self._broken_text(value.replace(MARK, "\ufffd"))
+            return self._pattern.sub(lambda found: found[0] + MARK, value.replace(MARK, "\ufffd"))
         if isinstance(value, dict):
             return {self.broken_up(key): self.broken_up(each) for key, each in value.items()}
         return [self.broken_up(each) for each in value] if isinstance(value, list) else value
-
-    def _broken_text(self, text: str) -> str:
-        return self._pattern.sub(_marked, text)
-
-
-def _marked(found: re.Match[str]) -> str:
-    return found[0] + MARK
 
 
 def _pattern(texts: list[str]) -> str:

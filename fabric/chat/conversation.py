@@ -51,7 +51,6 @@ class Prompt(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Prompt:
-        """Make the prompt with this text."""
         return cls(len(text), _digest(text))
 
     def begins(self, text: str) -> bool:

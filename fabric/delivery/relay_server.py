@@ -353,7 +353,6 @@ class _Joiner:
             raise PeerLost(f"a joiner took {self.sent_bytes:,} bytes in {self._sending_s:.0f} s")
 
     async def refuse(self, why: str) -> None:
-        """Tell the joiner why it gets nothing."""
         await self.send(Word.REFUSED, f"{why}: ask another one".encode())
 
 

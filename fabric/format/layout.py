@@ -71,12 +71,10 @@ class TensorSpec:
 
     @property
     def element_count(self) -> int:
-        """Elements in the tensor."""
         return math.prod(self.shape)
 
     @property
     def byte_count(self) -> int:
-        """Bytes of the stored tensor."""
         return self.element_count * ELEMENT_BYTES[self.dtype]
 
     @property
@@ -128,7 +126,6 @@ class Layout:
 
     @property
     def element_count(self) -> int:
-        """Elements of all tensors."""
         return sum(spec.element_count for spec in self.tensors)
 
     @property

@@ -53,7 +53,6 @@ class BlockRow(NamedTuple):
 
     @property
     def region(self) -> Region:
-        """Return the block's region."""
         return Region(*self[:5])
 
 

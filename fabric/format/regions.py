@@ -64,7 +64,6 @@ class Region(NamedTuple):
 
     @property
     def element_count(self) -> int:
-        """Elements in the region."""
         return self.run * self.run_count
 
     @property

@@ -47,7 +47,6 @@ class Helpers:
         self.check()
 
     async def end(self) -> None:
-        """End all helpers."""
         await end_all(self._tasks)
 
     async def __aenter__(self) -> Helpers:

@@ -45,7 +45,6 @@ class HeldMemory:
             await self._clock.sleep(LOOK_S)
 
     def look(self) -> None:
-        """Look once."""
         found = _family(os.getpid())
         self.resident_bytes = sum(found.values()) or None
         self.device_bytes = self._ask_devices(found or (os.getpid(),))

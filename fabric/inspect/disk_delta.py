@@ -59,21 +59,11 @@ VALUE_SHOWN = 40  # characters of what a file says, in an error
 AGAIN = "it is damaged; have the delta written again"
 
 Digest = Callable[[memoryview], str]
-
-
-def _adler32(data: memoryview) -> str:
-    return f"{zlib.adler32(data):08x}"
-
-
-def _xxh3_128(data: memoryview) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def _blake3(data: memoryview) -> str:
-    return str(importlib.import_module("blake3").blake3(data).hexdigest())
-
-
-CHECKSUMS: dict[str, Digest] = {XXH3: _xxh3_128, "adler32": _adler32, "blake3": _blake3}
+CHECKSUMS: dict[str, Digest] = {
+    XXH3: xxhash.xxh3_128_hexdigest,
+    "adler32": lambda data: f"{zlib.adler32(data):08x}",
+    "blake3": lambda data: str(importlib.import_module("blake3").blake3(data).hexdigest()),
+}
 
 
 def digest_of(name: str) -> Digest:

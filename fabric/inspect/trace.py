@@ -149,7 +149,6 @@ class GroupRow:
 
 
 def group_row(group: SeenGroup) -> GroupRow:
-    """Show a group."""
     names = [f"{group.group_id}.{index}" for index in range(group.size)]
     kept = {each.name: getattr(group, each.name) for each in fields(GroupRow) if each.name != "trajectories"}
     return GroupRow(**kept, trajectories=[row_of(group, name) for name in names])

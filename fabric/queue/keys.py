@@ -136,7 +136,6 @@ from ..contract.text import one_line
 
 PART_ENDINGS = ("", "~1", "~2")  # behind a turn's id, of its log's fields. Twin: lua/use/parts.lua
 PREFIX = "rf"
-CONSUMER_GROUP_WORKERS = "workers"
 CONSUMER_GROUP_TRAINER = "trainer"
 DIFFERENCES = b"differences:"  # before a trajectory's id, in a group's row
 EVENT_COUNT_MAX = 10_000

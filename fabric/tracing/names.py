@@ -75,7 +75,6 @@ def title_of(span: TraceSpan) -> str:
 
 
 def attributes_of(span: TraceSpan) -> dict[str, Fact]:
-    """Return the attributes of a span."""
     found: dict[str, Fact] = {ATTRIBUTES[name]: fact for name, fact in span.facts.items()}
     if operation := SPANS[span.what].operation:
         found |= {OPERATION: operation, PROVIDER_NAME: PROVIDER}

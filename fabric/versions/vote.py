@@ -45,7 +45,6 @@ class Vote:
 
 
 def vote(rank: int, part: ShardMap, staged: Staged, read_bytes: int = 0) -> Vote:
-    """Make the vote of a rank that has staged a version."""
     return Vote(
         rank=rank,
         version=staged.version,

@@ -70,7 +70,6 @@ class IsolatedEnvironment(Environment):
         return Observation(**self._fields("reset", answer, OBSERVATION))
 
     async def step(self, action: Any) -> Step:
-        """Apply one action."""
         return Step(**self._fields("step", await self._call("step", {"action": action}), STEP))
 
     async def play(self, task: dict[str, Any], seed: int, access: Access) -> Played:

@@ -21,12 +21,10 @@ class Score(Environment):
     inline = True
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
-        """Return the task's ids."""
         ids = task.get("ids")
         if not isinstance(ids, list) or not ids:
             raise EnvironmentFailed('the task has no "ids", a list of at least one token id', reason="reset")
         return Observation(ids=ids)
 
     async def step(self, action: Any) -> Step:
-        """End."""
         return Step("", 0.0, terminated=True)

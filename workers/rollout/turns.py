@@ -78,7 +78,6 @@ class ServedRun:
 
     @property
     def run_id(self) -> str:
-        """Its name."""
         return self.run.run_id
 
     def note_work(self, others: Iterable[ServedRun]) -> None:

@@ -191,7 +191,6 @@ class WeightReceiver:
 
     @property
     def layout(self) -> Layout:
-        """Of the engine."""
         return self._engine.layout
 
     def stamp(self) -> tuple[int, int] | None:

@@ -328,7 +328,6 @@ class SharingSender:
             log.warning("sharing.not_sent", extra={"error": str(error)})
 
     def report(self) -> SharingReport:
-        """Return the report as of now."""
         measured = {name: value for name, value in (self._measured() or {}).items() if name in FIELDS}
         return dataclasses.replace(self._blank, **{**measured, "token_count": self._token_count()})
 

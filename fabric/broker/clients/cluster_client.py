@@ -97,7 +97,6 @@ class ClusterClient(TypedClient):
         return _Pipeline(self._seed_pool, self.response_callbacks, self._channel)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Close every connection."""
         await super().aclose(close_connection_pool)
         await self._seed_pool.disconnect()
         await self._topology.close()

@@ -112,7 +112,6 @@ def serve(line: BufferedRWPair, memory: mmap.mmap) -> None:
 
 
 def say(line: BufferedRWPair, **words: Any) -> None:
-    """Tell the owner."""
     line.write(json.dumps(words).encode() + b"\n")
     line.flush()
 

@@ -82,11 +82,8 @@ def _say_once(what: str, error: Exception) -> None:
     said = os.environ.get(SAID, "")
     if what not in said:
         os.environ[SAID] = f"{said},{what}"
-        log.warning("rollfab: without %s, which this vLLM does not fit; it goes on: %s", what, _line_of(error))
-
-
-def _line_of(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        log.warning("rollfab: without %s, which this vLLM does not fit; it goes on: %s", what, why)
 
 
 def name_cpu_build() -> None:

@@ -51,7 +51,6 @@ class GuessTheNumber(Environment):
         self._invalid_reward = invalid_reward
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation:
-        """Draw the number."""
         drawn = task_seed(self.name, task, seed) % 2**32  # numpy takes no larger seed
         _keep_dice(lambda: self._world.reset(seed=drawn))
         if "number" in task:

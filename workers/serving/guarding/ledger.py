@@ -95,7 +95,6 @@ class _Requests:
         self._newest: deque[End] = deque(maxlen=COUNT_MAX)
 
     def add(self, end: End) -> None:
-        """Add a request that ended."""
         self.count += 1
         self.attained_count += _attains(end, self._slo)
         self._newest.append(end)

@@ -66,7 +66,6 @@ class StepTimes:
         return bool(self._begun)
 
     def begins(self, work: StepWork) -> None:
-        """Note that a step begins now."""
         self._begun.append((self._now_s(), self._thread_s(), work))
 
     def forget(self) -> None:

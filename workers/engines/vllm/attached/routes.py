@@ -96,7 +96,6 @@ class GenerateRoute:
     def body(
         self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None, *, stream_interval: int
     ) -> dict[str, Any]:
-        """Make the body to send."""
         count = ask.sampling.logprobs
         parameters = {
             **_parameters(ask, token_count_max, seed, stream_interval),
@@ -106,7 +105,6 @@ class GenerateRoute:
         return {"token_ids": input_ids, "sampling_params": parameters, **_salt(ask), **_STREAMED}
 
     def piece(self, event: Mapping[str, Any], ask: Ask) -> Piece:
-        """Read an event."""
         if not event["choices"]:
             return Piece(cached_token_count=_cached_token_count(event))
         choice = event["choices"][0]
@@ -135,12 +133,10 @@ class CompletionsRoute:
     def body(
         self, ask: Ask, input_ids: list[int], token_count_max: int, seed: int | None, *, stream_interval: int
     ) -> dict[str, Any]:
-        """Make the body to send."""
         own = {"model": self._model, "prompt": input_ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
         return {**own, **_parameters(ask, token_count_max, seed, stream_interval), **_salt(ask), **_STREAMED}
 
     def piece(self, event: Mapping[str, Any], ask: Ask) -> Piece:
-        """Read an event."""
         if not event["choices"]:
             return Piece(cached_token_count=_cached_token_count(event))
         choice = event["choices"][0]
@@ -148,12 +144,11 @@ class CompletionsRoute:
         ids, logprobs = choice.get("token_ids") or (), told.get("token_logprobs") or ()
         count = ask.sampling.logprobs
         rows = told["top_logprobs"] if count and ids else ()
-        sides = _sides([likeliest_of([_id(name) for name in row], list(row.values()), count) for row in rows], count)
+        sides = _sides(
+            [likeliest_of([int(name.removeprefix(NAMED)) for name in row], list(row.values()), count) for row in rows],
+            count,
+        )
         return Piece(ids, logprobs, choice.get("finish_reason") or "", sides=sides)
-
-
-def _id(name: str) -> int:
-    return int(name.removeprefix(NAMED))
 
 
 def _sides(found: Sequence[Likeliest], count: int) -> tuple[Side, ...]:

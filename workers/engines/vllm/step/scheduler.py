@@ -116,7 +116,6 @@ class _Limited(Scheduler):  # type: ignore[misc]
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """End requests, and tell of it."""
         finished = super().finish_requests(*args, **kwargs)
         self._tell()
         return finished
