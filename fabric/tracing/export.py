@@ -8,6 +8,9 @@
   FRACTION where neither is set. Everybody else follows the traceparent of the job, with any of the samplers.
 - OpenTelemetry's own variables hold for the rest: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT, _COMPRESSION,
   OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_SDK_DISABLED, OTEL_BSP_SCHEDULE_DELAY.
+- Names are OpenTelemetry's for generative AI, and our own for the rest. The conventions are in development and change:
+  they are pinned here, and nowhere else. `tests/unit/fabric/tracing/test_spans.py` compares them with the package that
+  states them.
 """
 
 from __future__ import annotations
@@ -17,13 +20,12 @@ import logging
 import os
 import threading
 from collections import deque
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from ..contract.clock import wall_offset_ns
 from ..contract.errors import ConfigError
 from ..contract.ids import new_trace_id
-from .names import ROLE, SCHEMA_URL, SPANS, WORKER, attributes_of, title_of
-from .spans import Place, Spans, TraceSpan
+from .spans import Fact, Place, Spans, TraceSpan
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,9 @@ FRACTION = 0.02  # of groups that are traced: all of them cost turns of one toke
 CLOSE_S = 1.0  # for the last spans, as a process ends
 NEEDED = "pip install 'rollfab[otel]'"
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # the logger of its failures
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.0"  # semantic conventions, gen_ai: of this version
+PROVIDER = "rollfab"
+Kind = Literal["internal", "client", "producer", "consumer"]
 
 
 def open_spans(endpoint: str, role: str, worker_id: str) -> Spans:
@@ -248,3 +253,69 @@ class _Maker:
     def _at(self, place: Place) -> Any:
         flags = self._trace.TraceFlags(self._trace.TraceFlags.SAMPLED)
         return self._trace.SpanContext(int(place.trace_id, 16), int(place.span_id, 16), False, flags)
+
+
+class Named(NamedTuple):
+    """How a span is called. title: its name, before the fact `of`, if any. operation: gen_ai.operation.name."""
+
+    title: str
+    kind: Kind = "internal"
+    operation: str = ""
+    of: str = ""
+
+
+SPANS = {
+    "submit": Named("rollfab.submit", "producer"),
+    "trajectory_queue": Named("rollfab.trajectory_queue"),
+    "trajectory": Named("invoke_agent", "internal", "invoke_agent", "environment"),
+    "turn": Named("text_completion", "client", "text_completion", "model"),
+    "turn_queue": Named("rollfab.turn_queue"),
+    "prefill": Named("rollfab.prefill"),
+    "decode": Named("rollfab.decode"),
+    "environment_step": Named("execute_tool", "internal", "execute_tool", "tool"),
+    "reward": Named("rollfab.reward", "internal", "", "reward_name"),
+    "consume": Named("rollfab.consume", "consumer"),
+}
+ATTRIBUTES = {
+    "environment": "gen_ai.agent.name",
+    "finish_reasons": "gen_ai.response.finish_reasons",
+    "input_tokens": "gen_ai.usage.input_tokens",
+    "max_tokens": "gen_ai.request.max_tokens",
+    "model": "gen_ai.request.model",
+    "output_tokens": "gen_ai.usage.output_tokens",
+    "reward": "gen_ai.evaluation.score.value",
+    "reward_name": "gen_ai.evaluation.name",
+    "temperature": "gen_ai.request.temperature",
+    "tool": "gen_ai.tool.name",
+    "trajectory_id": "gen_ai.conversation.id",
+    # our own
+    "attempt": "rollfab.attempt",
+    "ended_by": "rollfab.group.ended_by",
+    "generated_tokens": "rollfab.generated_tokens",  # by this claim alone
+    "group_id": "rollfab.group.id",
+    "group_size": "rollfab.group.size",
+    "is_handed_over": "rollfab.is_handed_over",  # an earlier claim began the turn
+    "is_redelivered": "rollfab.group.is_redelivered",
+    "outcome": "rollfab.outcome",
+    "policy_version": "rollfab.policy.version",
+    "prior_tokens": "rollfab.prior_tokens",  # of earlier claims, which it goes on from
+    "run_id": "rollfab.run.id",
+    "turn_count": "rollfab.turn.count",
+    "turn_id": "rollfab.turn.id",
+    "worker_ids": "rollfab.worker.ids",
+}
+OPERATION, PROVIDER_NAME, ERROR = "gen_ai.operation.name", "gen_ai.provider.name", "error.type"
+WORKER, ROLE = "service.instance.id", "rollfab.role"  # of the process
+
+
+def title_of(span: TraceSpan) -> str:
+    """Return the name of a span: of few different ones."""
+    named = SPANS[span.what]
+    return f"{named.title} {span.facts[named.of]}" if named.of in span.facts else named.title
+
+
+def attributes_of(span: TraceSpan) -> dict[str, Fact]:
+    found: dict[str, Fact] = {ATTRIBUTES[name]: fact for name, fact in span.facts.items()}
+    if operation := SPANS[span.what].operation:
+        found |= {OPERATION: operation, PROVIDER_NAME: PROVIDER}
+    return found | {ERROR: span.error} if span.error else found

@@ -14,7 +14,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from rollfab.fabric.contract.records import NO_IDS, Sampling, TurnJob
 from rollfab.fabric.ports.queue import TurnClaim
-from rollfab.fabric.tracing import export, names
+from rollfab.fabric.tracing import export
 from rollfab.fabric.tracing.export import (
     BATCH_COUNT_MAX,
     FRACTION,
@@ -81,11 +81,11 @@ def test_a_job_that_nobody_traces_has_the_bytes_of_one_that_knows_no_traces() ->
 
 def test_names_of_generative_ai_are_those_of_the_conventions() -> None:
     known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
-    used = {name for name in names.ATTRIBUTES.values() if name.startswith("gen_ai.")}
-    assert used | {names.OPERATION, names.PROVIDER_NAME} <= known
+    used = {name for name in export.ATTRIBUTES.values() if name.startswith("gen_ai.")}
+    assert used | {export.OPERATION, export.PROVIDER_NAME} <= known
     operations = {each.value for each in gen_ai_attributes.GenAiOperationNameValues}
-    assert {named.operation for named in names.SPANS.values()} - {""} <= operations
-    assert {named.of for named in names.SPANS.values()} - {""} <= names.ATTRIBUTES.keys()
+    assert {named.operation for named in export.SPANS.values()} - {""} <= operations
+    assert {named.of for named in export.SPANS.values()} - {""} <= export.ATTRIBUTES.keys()
 
 
 def test_a_collector_that_takes_nothing_costs_spans_alone_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
