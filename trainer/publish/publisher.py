@@ -13,6 +13,11 @@
   the next `publish`. If the head is neither of the two, the next version is a keyframe.
 - The directory of a delta (fabric/inspect/disk_delta.py) becomes the whole weights first, on our own copy.
 - The tensors must not change until `publish` returns or raises; then they may, for nothing reads them any more.
+- The carrier of a version's chunks is ordinarily the broker. A run whose `weight_carrier` says so uses
+  torch.distributed beside it: always, or if the broker has no room or a version is large and all receivers take part
+  (fabric/rules/weights/carrier.py). If that does not reach the receivers that answered, the version goes by the broker.
+- Chunks that a collective carried come to the broker as well, once the head has moved and if there is room (upkeep.py):
+  for receivers that were absent. Nothing is written to a broker that has no room for it.
 - A task of the loop looks after published versions until `close`: see healing.py.
 - Memory: one copy of the weights where they are compared, the encoded version, and a copy of its changes.
 """
@@ -27,24 +32,26 @@ from typing import Any, get_args
 
 from ...fabric.contract.clock import Clock, LoopClock
 from ...fabric.contract.errors import BrokerError, InputError, WeightError, WireError
-from ...fabric.contract.records import GLOO, RunConfig
+from ...fabric.contract.records import AUTO, GLOO, RunConfig
+from ...fabric.delivery.collective.invitations import CollectiveOptions
+from ...fabric.delivery.collective.publisher import CollectivePublisher
 from ...fabric.format.kernels.places import on_host
 from ...fabric.format.layout import Layout
-from ...fabric.format.manifest import BROKER, Head, WeightManifest
+from ...fabric.format.manifest import BROKER, COLLECTIVE, Head, WeightManifest
 from ...fabric.inspect.disk_delta import DiskDelta, check_base, new_bits
 from ...fabric.ports.weights import WeightStore
+from ...fabric.rules.weights.carrier import CarrierFacts, carrier
 from ...fabric.rules.weights.chain import DELTA, KEYFRAME, Link
 from ...fabric.rules.weights.publish import TAKEN_OVER, not_newer, refusal
 from ...fabric.versions.held import readable
 from ...fabric.versions.reader import fetch_bits
 from ...fabric.versions.snapshot import Identity, Prepared
 from .borrowing import in_thread
-from .carrying import Carrying
 from .healing import Healing
 from .model_check import check_model
 from .ranks import Ranks
 from .tensors import ComparesOn, Named, Stored, given_of
-from .upkeep import Upkeep
+from .upkeep import Upkeep, check_room
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +80,7 @@ class Publisher:
         group: of torch.distributed, the ranks that hold the model together; None: this process holds it.
         timeout_s: how long rank 0 waits for a rank.
         thread_count: as in Ranks.
-        carrier: "broker", "collective" or "auto"; see carrying.py. Ranks send by the broker.
+        carrier: "broker", "collective" or "auto"; see Carrying. Ranks send by the broker.
         collective_backend: "gloo" or "nccl".
         dtype: the run's, to which floating-point tensors are rounded; "": each keeps its own.
         model: the run's; its first weights are checked against it. None: they are not.
@@ -364,3 +371,61 @@ class Publisher:
         self._layout, self._report = manifest.tensors, report
         self._upkeep.take(manifest, prepared.chunks)
         log.info("weights.published", extra={"run_id": self._run_id, **asdict(report)})
+
+
+class Carrying:
+    """Brings the chunks of one run's versions to where receivers find them.
+
+    Args:
+        setting: "broker", "collective" or "auto". backend: of a collective, one of BACKENDS.
+    """
+
+    def __init__(self, store: WeightStore, run_id: str, setting: str, clock: Clock, *, backend: str = GLOO) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._setting = setting
+        self._collective: CollectivePublisher | None = None
+        if setting != BROKER:
+            options = CollectiveOptions(backend=backend)
+            self._collective = CollectivePublisher(store, run_id, options=options, clock=clock)
+
+    async def carry(self, prepared: Prepared) -> Prepared:
+        """Return the version, ready for the broker: with its chunks, or with a manifest that names another carrier.
+
+        Raises:
+            BrokerFull: the broker must carry it, and has no room; nothing was written.
+        """
+        if self._collective is not None:
+            by_collective = await self._carried(self._collective, prepared)
+            if by_collective is not None:
+                return by_collective
+        await check_room(self._store, prepared.manifest)
+        return prepared
+
+    async def _carried(self, collective: CollectivePublisher, prepared: Prepared) -> Prepared | None:
+        receivers = [holder.holder_id for holder in await self._store.holders(self._run_id)]
+        facts = CarrierFacts(
+            kind=prepared.manifest.kind,
+            payload_bytes=prepared.manifest.payload_bytes,
+            dense_bytes=prepared.manifest.dense_bytes,
+            room_bytes=await self._store.room_bytes(),
+            member_count=len(receivers),
+            receiver_count=len(receivers),
+        )
+        if carrier(self._setting, facts) == BROKER:
+            return None
+        manifest = replace(prepared.manifest, carrier=COLLECTIVE)
+        has_room = facts.room_bytes is None or facts.room_bytes >= facts.payload_bytes
+        quorum = len(receivers) if self._setting == AUTO and has_room else None
+        report = await collective.send(manifest, prepared.chunks, expected=receivers, quorum=quorum)
+        extra = {"run_id": self._run_id, "version": manifest.version, "reached": len(report.reached)}
+        if not report.is_enough:
+            log.warning("weights.collective_failed", extra={**extra, "error": report.error})
+            return None
+        log.info("weights.collective", extra={**extra, "left_out": len(report.left_out)})
+        return replace(prepared, manifest=manifest)
+
+    async def close(self) -> None:
+        """Wait for a transfer that was given up to let go."""
+        if self._collective is not None:
+            await self._collective.close()

@@ -1,8 +1,10 @@
 """The ranks that publish together, as one. Rank 0 gives orders; every rank, itself too, carries them out on its part.
 
 - One process is a group of one: it sends no messages, and raises errors as they are.
-- No weights pass between ranks. Ranks say which parts they hold; rank 0 says who publishes which (sharing.py). Each
-  sends a manifest of its part, which rank 0 joins.
+- No weights pass between ranks. Ranks say which parts they hold; rank 0 says who publishes which. Each sends a
+  manifest of its part, which rank 0 joins.
+- Ranks may name different tensors (stages of a pipeline, experts). Together they must hold every element. What several
+  ranks hold alike is published by one of them, by turns, so that replicas share the work.
 - Threads read the trainer's tensors, and have ended when `publish` has (borrowing.py).
 - A rank answers with its error, so no other rank waits in vain. The error that rank 0 raises names the rank.
 - Every order says at which version the copies are; so the other ranks advance theirs when rank 0 has.
@@ -17,14 +19,15 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...fabric.contract.errors import FabricError, LayoutMismatch, WeightError
 from ...fabric.format.codec import Bits
 from ...fabric.format.kernels.protocol import Flat
-from ...fabric.format.layout import Layout
+from ...fabric.format.layout import Layout, TensorSpec
 from ...fabric.format.manifest import BlockRow, WeightManifest
 from ...fabric.format.regions import Region, cut_digest
 from ...fabric.ports.weights import WeightStore
@@ -34,7 +37,6 @@ from ...fabric.versions.rank_parts import check_regions
 from ...fabric.versions.snapshot import THREAD_COUNT_MAX, Check, Identity, Prepared, Snapshot, packed
 from .borrowing import in_thread
 from .messages import RankMessage, heard, rebuilt, said, told
-from .sharing import Sharing, boxes_of, rows_of, share
 from .tensors import ComparesOn, Held, Named, Parts, hold
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Order = Mapping[str, Any]
+WIDTH = len(Region._fields)
 
 
 class Ranks:
@@ -370,3 +373,49 @@ def joined(manifests: Sequence[WeightManifest], cut: str) -> WeightManifest:
         sums=np.sum([each.sums for each in manifests], axis=0, dtype=np.uint64),
         changed_count=sum(each.changed_count for each in manifests),
     )
+
+
+class Sharing(NamedTuple):
+    """What every rank publishes. layout: of all ranks. boxes: by rank, numbered in it, in its order."""
+
+    layout: Layout
+    boxes: list[list[Region]]
+
+
+def share(held: Sequence[tuple[Layout, Sequence[Region]]]) -> Sharing:
+    """Join what the ranks hold, each by its own layout.
+
+    Raises:
+        LayoutMismatch: two ranks hold a tensor in different shapes or dtypes; names both.
+    """
+    first: dict[str, tuple[int, TensorSpec]] = {}
+    for rank, (layout, _) in enumerate(held):
+        for spec in layout.tensors:
+            other, known = first.setdefault(spec.name, (rank, spec))
+            if known != spec:
+                raise LayoutMismatch(
+                    f"rank {rank} publishes tensor {spec}, rank {other} {known}: all must publish the same model",
+                    ranks=[rank],
+                )
+    joined = Layout(tuple(spec for _, spec in first.values()))
+    numbers = {spec.name: number for number, spec in enumerate(joined.tensors)}
+    holders: dict[Region, list[int]] = {}
+    for rank, (layout, boxes) in enumerate(held):
+        for box in boxes:
+            own = box._replace(tensor=numbers[layout.tensors[box.tensor].name])
+            holders.setdefault(own, []).append(rank)
+    mine: list[list[Region]] = [[] for _ in held]
+    for box in sorted(holders):
+        ranks = holders[box]
+        mine[ranks[box.tensor % len(ranks)]].append(box)
+    return Sharing(joined, mine)
+
+
+def rows_of(boxes: Sequence[Region]) -> NDArray[np.int64]:
+    """Return boxes as int64 (P * 5,), to be sent."""
+    return np.array(boxes, dtype=np.int64).reshape(-1)
+
+
+def boxes_of(rows: NDArray[np.int64]) -> list[Region]:
+    """Read boxes out of `rows_of`."""
+    return [Region(*row) for row in rows.reshape(-1, WIDTH).tolist()]

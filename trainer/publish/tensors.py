@@ -2,7 +2,7 @@
 
 - Tensors that are to be compared where they are (on a device) are flat torch tensors of integers of the same width,
   all others flat numpy arrays.
-- A rank holds whole tensors, or parts of them (slices.py). sharing.py says who publishes what several ranks hold.
+- A rank holds whole tensors, or parts of them (slices.py). ranks.py says who publishes what several ranks hold.
 - Where the run has a dtype, floating-point tensors of another one are rounded to it: half the memory of float32 masters
   more, until the publish has ended.
 - The caller's tensors are iterated once, where `publish` is called (`pairs_of`): a generator is the caller's code.

@@ -14,7 +14,7 @@ from rollfab.fabric.contract.errors import InputError, LayoutMismatch
 from rollfab.fabric.contract.records import RunConfig
 from rollfab.fabric.versions.rank_parts import check_regions
 from rollfab.trainer.aio import AsyncRun
-from rollfab.trainer.publish.sharing import boxes_of, rows_of, share
+from rollfab.trainer.publish.ranks import boxes_of, rows_of, share
 from rollfab.trainer.publish.tensors import hold
 from tests.standin.fabric import StandInFabric
 from tests.support.weights.megatron import CONFIG, LAYER_COUNT, VOCABULARY, checkpoint, stage
