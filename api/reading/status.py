@@ -32,7 +32,6 @@ from ..schemas.base import shown
 from ..schemas.lending import LendSettingView
 from ..schemas.weights import WeightsView
 from .events import EventTail
-from .lending import terms_of, value_of
 from .views import (
     COUNTERS,
     agreement_view,
@@ -40,7 +39,9 @@ from .views import (
     readiness,
     reward_curve,
     sum_up,
+    terms_of,
     totals,
+    value_of,
     worker_view,
 )
 from .weights import WeightReader

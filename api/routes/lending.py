@@ -15,8 +15,7 @@ from ...fabric.rules.lending.terms import CLEAR
 from ...fabric.rules.serving.tax import sharing_totals, with_taxes
 from ..access.auth import who
 from ..access.problems import Refused
-from ..reading.lending import lending_worker, value_of
-from ..reading.views import readiness
+from ..reading.views import lending_worker, readiness, value_of
 from ..schemas.answers import Problem
 from ..schemas.base import shown
 from ..schemas.lending import Lend, Lending, LendRequest, LendSettingView, Plan, RouterAdvice, Sharing, SharingView
