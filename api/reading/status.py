@@ -24,7 +24,6 @@ from ...fabric.inspect.diagnosis import Cause, is_well
 from ...fabric.ports.queue import Fabric, RunStatus
 from ...fabric.ports.weights import WeightStore
 from ...fabric.rules.lending.hours import minute_of_week
-from ...fabric.rules.lending.lease import has_ended
 from ...fabric.rules.serving.tax import sharing_totals
 from ..access.config import ApiConfig
 from ..schemas.answers import BadRowView, LeaseView, Rates, RunView, Status, WorkerView
@@ -181,7 +180,7 @@ class StatusReader:
         weights = await _for_each(sorted(survey.runs), self._read_weights)
         wall_ms, now_s = self._clock.wall_ms(), self._clock.now_s()
         held = (lease for _, leases in sorted(survey.leases.items()) for lease in leases.values())
-        leases = [shown(LeaseView, lease) for lease in held if not has_ended(lease)]
+        leases = [shown(LeaseView, lease) for lease in held if not lease.has_ended]
         facts = _WorkerFacts(
             lends=found.lends,
             leases=leases,

@@ -588,6 +588,11 @@ class Lease:
         """Whether it holds until another lease replaces it."""
         return self.lease_until_ms is None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was over when it was read."""
+        return self.remaining_ms == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease(Lease):

@@ -23,7 +23,6 @@ from ..ports.inference import INFERENCE
 from ..ports.sessions import REMOTE
 from ..rules.lending.capacity_facts import CapacityRule, is_same_model
 from ..rules.lending.division import slice_of
-from ..rules.lending.lease import has_ended
 from ..rules.lending.terms import LendTerms
 from ..rules.queue.runs import undoable
 
@@ -211,7 +210,7 @@ class Scene:
 
 def _holds(lease: Lease) -> bool:
     """Tell whether turns may run under a lease now."""
-    return lease.slot_count > 0 and not has_ended(lease)
+    return lease.slot_count > 0 and not lease.has_ended
 
 
 def diagnose(scene: Scene, run_id: str) -> list[Cause]:

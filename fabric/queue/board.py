@@ -27,7 +27,6 @@ from ..contract.records import HeldLease, Lease, RunConfig, WorkerInfo
 from ..contract.sharing import LendSetting, SharingReport
 from ..contract.wire import check_size, dump_json
 from ..ports.queue import BadRow, RowSurvey, RunDetails, RunStatus
-from ..rules.lending.lease import has_ended
 from ..rules.lending.terms import (
     CLEAR,
     changed,
@@ -346,7 +345,7 @@ def _lease_of(worker_id: str, run_id: str, now_ms: int, raw: bytes | None) -> Le
     except WireError as error:  # the controller writes it anew
         log.warning("lease.unreadable", extra={"error": str(error)})
         return None
-    return None if lease is None or has_ended(lease) else lease
+    return None if lease is None or lease.has_ended else lease
 
 
 def _run_in(run_id: str, raw: bytes) -> RunConfig:

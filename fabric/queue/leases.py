@@ -26,7 +26,6 @@ from ..contract.records import Lease, RunConfig, WorkerInfo
 from ..contract.text import one_line
 from ..contract.wire import check_size, dump_json
 from ..ports.queue import BadRow, RunStatus, Survey
-from ..rules.lending.lease import has_ended
 from . import keys as names
 from .keys import RunShards, ShardKeys
 from .rows import BadRows, lease_row, plan_row, sample_row, shown_name, worker_row
@@ -294,7 +293,7 @@ def _agreed(by_shard: Sequence[Mapping[str, Lease]]) -> dict[str, Lease]:
     for name in dict.fromkeys(name for leases in by_shard for name in leases):
         held = [leases[name] for leases in by_shard if name in leases]
         newest = max(held, key=lambda lease: lease.lease_epoch)
-        kinds = {(each.lease_epoch, each.slot_count, has_ended(each)) for each in held}
+        kinds = {(each.lease_epoch, each.slot_count, each.has_ended) for each in held}
         is_whole = len(held) == len(by_shard) and len(kinds) == 1
         found[name] = newest if is_whole else replace(newest, slot_count=0)
     return found

@@ -30,7 +30,6 @@ from ..contract.text import one_line
 from ..contract.wire import MAGIC, load_json
 from ..format.manifest import DAMAGE_CHUNK_COUNT_MAX, Damage, Head, Holder
 from ..ports.queue import BAD_ROW_COUNT_MAX, BadRow
-from ..rules.lending.lease import time_left
 from ..rules.lending.terms import check_setting, setting_of
 from ..rules.queue.curve import Curve, RewardBucket, read_curve
 from ..rules.queue.keeping import KeptGroup
@@ -315,6 +314,8 @@ def event_row(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[str, str,
 def lease_row(worker_id: str, run_id: str, raw: bytes, now_ms: int) -> Lease:
     """Read a lease from "lease_epoch slot_count lease_until_ms" (0: standing), at the `now_ms` of its shard.
 
+    What is left is counted here alone: every shard has a clock of its own, and they drift apart.
+
     Raises:
         WireError: it is not written so.
     """
@@ -329,7 +330,7 @@ def lease_row(worker_id: str, run_id: str, raw: bytes, now_ms: int) -> Lease:
         lease_epoch=epoch,
         slot_count=slots,
         lease_until_ms=until_ms,
-        remaining_ms=time_left(until_ms, now_ms),
+        remaining_ms=None if until_ms is None else max(0, until_ms - now_ms),
     )
 
 

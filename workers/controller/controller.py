@@ -35,7 +35,6 @@ from ...fabric.rules.lending.capacity import plan
 from ...fabric.rules.lending.capacity_facts import CapacityRule, Grant, RunFacts
 from ...fabric.rules.lending.division import settle
 from ...fabric.rules.lending.hardware import Speeds, read_costs
-from ...fabric.rules.lending.lease import has_ended
 from .demand import Census, Progress, first_of
 from .lease_log import LeaseLog
 
@@ -338,7 +337,7 @@ def _in_order(names: Sequence[str], first: str) -> Sequence[str]:
 def _stands(lease: Lease, grant: Grant, term: int) -> bool:
     """Tell whether a lease is as granted; a lease that has ended is not: it is granted anew, with a new epoch."""
     is_whole = lease.slot_count == grant.slot_count
-    return is_whole and term_of(lease) >= term and not has_ended(lease)
+    return is_whole and term_of(lease) >= term and not lease.has_ended
 
 
 def _left_behind(workers: Mapping[str, WorkerInfo], survey: Survey) -> list[Lease]:

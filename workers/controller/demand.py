@@ -17,7 +17,6 @@ from ...fabric.contract.sharing import ALL, LendSetting
 from ...fabric.ports.queue import RunStatus, Survey
 from ...fabric.rules.lending.capacity_facts import SWITCH_S_MAX, Grant, RunFacts, WorkerFacts
 from ...fabric.rules.lending.hours import minute_of_week
-from ...fabric.rules.lending.lease import has_ended
 from ...fabric.rules.lending.terms import LendTerms, terms
 from ...fabric.rules.lending.together import together
 
@@ -340,7 +339,7 @@ def _leased(survey: Survey) -> dict[str, str]:
     found: dict[str, str] = {}
     for run_id, leases in survey.leases.items():
         for name, lease in leases.items():
-            if not has_ended(lease) and (name not in found or first_of(survey, name) == run_id):
+            if not lease.has_ended and (name not in found or first_of(survey, name) == run_id):
                 found[name] = run_id
     return found
 

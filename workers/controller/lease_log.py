@@ -15,7 +15,6 @@ from ...fabric.contract.lease_plan import LeaseSample
 from ...fabric.contract.records import Lease
 from ...fabric.inspect.diagnosis import ROLLOUT_ROLES
 from ...fabric.ports.queue import Survey
-from ...fabric.rules.lending.lease import has_ended
 from .demand import first_of
 
 ROW_COUNT_MAX = 512  # of a sample: 40 bytes each
@@ -82,4 +81,4 @@ def _by_worker(survey: Survey) -> dict[str, Lease]:
     """
     held = [lease for leases in survey.leases.values() for lease in leases.values()]
     held.sort(key=lambda lease: (first_of(survey, lease.worker_id) == lease.run_id, lease.lease_epoch))
-    return {lease.worker_id: lease for lease in held if lease.slot_count and not has_ended(lease)}
+    return {lease.worker_id: lease for lease in held if lease.slot_count and not lease.has_ended}
