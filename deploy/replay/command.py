@@ -21,11 +21,13 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...fabric.contract.errors import ConfigError, InputError
+from ...fabric.contract.text import counted
 from ...fabric.host.directories import replacing
 from ...fabric.host.helpers import Helpers
 from ..cli.exits import INTERRUPTED, run_async
 from ..cli.options import AsJson
 from ..cli.printing import Console, show
+from ..cli.progress import progress
 from .records import Arrival
 from .scale import bursty, faster, fitted, with_lengths
 from .traces import ALL, Part, read_trace
@@ -41,7 +43,7 @@ SHOW_EVERY_S = 0.25
 VOCABULARY_MAX = 10_000_000
 
 Trace = Annotated[
-    str, typer.Argument(help="azure-conv, azure-code, or a file: CSV, Mooncake JSON lines, ServeGen npz, a rate curve.")
+    str, typer.Argument(help="azure-conv, azure-code, or a file: CSV, JSON lines, ServeGen npz, a rate curve.")
 ]
 ServerUrl = Annotated[
     str, typer.Option("--url", help="Server, OpenAI-compatible: http://host:8000. Its key: \\[env: ROLLFAB_SERVER_KEY]")
@@ -149,7 +151,8 @@ def run_replay(options: ReplayOptions, *, json_output: bool) -> int:
     from .scale import Load
 
     server = run_async(find_server(options.url, options.model, options.manner.api_key))
-    load = workload(options.trace, options.part, options.shaping, context_tokens=server.context_tokens)
+    with progress(f"reading {options.trace}"):
+        load = workload(options.trace, options.part, options.shaping, context_tokens=server.context_tokens)
     with _written(options.outcomes_path) as write:
         outcomes, cpu_s, is_interrupted = run_async(_replayed(load, server, options.manner))
         wrong = write(dump_outcomes(outcomes))
@@ -172,8 +175,9 @@ def _load_notes(load: Workload) -> list[str]:
     sent = Load.of(load.arrivals, load.span_s)
     return [
         *load.notes,
-        f"load: {sent.mean_per_s:.3g} requests/s; of its seconds P99 is {sent.p99_over_mean:.3g}, the busiest"
-        f" {sent.max_over_mean:.3g} times the mean; index of dispersion {sent.idc:.3g}",
+        f"load: {counted(sent.count, 'request')} in {load.span_s:,.0f} s, {sent.mean_per_s:.3g} a second; of its"
+        f" seconds P99 is {sent.p99_over_mean:.3g}, the busiest {sent.max_over_mean:.3g} times the mean; index of"
+        f" dispersion {sent.idc:.3g}",
     ]
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from ...fabric.contract.errors import InputError
-from .numbers import FIELD, PER_SECOND_MAX, SECONDS_MAX, TOKENS_MAX, number, within
+from .numbers import FIELD, PER_SECOND_MAX, SECONDS_MAX, TOKENS_MAX, number, table, within
 from .records import Arrival
 from .scale import Floats, placed, window
 
@@ -87,7 +87,7 @@ def read_curve(text: str, lengths: Sequence[Arrival]) -> Curve:
     Raises:
         InputError: a line cannot be read, or there are fewer than two.
     """
-    reader, rows = csv.DictReader(text.splitlines()), []
+    reader, rows = table(text), []
     try:
         for row in reader:
             rows.append(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +20,13 @@ PER_SECOND_MAX = 1e6  # requests
 FIELD = "a field of it is longer than any number, as where a quote has no end"
 
 
+def table(text: str) -> csv.DictReader[str]:
+    """Open a CSV whose first line has the names of its columns, and is what tells its separator."""
+    first = text.lstrip().partition("\n")[0]
+    separator = max(",;\t", key=first.count)
+    return csv.DictReader(io.StringIO(text, newline=None), delimiter=separator, skipinitialspace=True)
+
+
 def number(row: Mapping[str, Any], name: str, most: float, least: float = 0.0) -> float:
     """Read a number of a row, which may be text.
 
@@ -27,13 +36,19 @@ def number(row: Mapping[str, Any], name: str, most: float, least: float = 0.0) -
     value = row.get(name)
     if value is None:
         raise ValueError(f"it has no {name}")
+    found = as_number(value, most, least)
+    if found is None:
+        raise ValueError(f"its {name} is {told(value)}: expected a number from {least:g} to {most:g}")
+    return found
+
+
+def as_number(value: Any, most: float, least: float = 0.0) -> float | None:
+    """Return a number that may be text; None: it is none, or out of bounds."""
     try:
         found = None if isinstance(value, bool) else float(value)
     except (ValueError, TypeError, OverflowError):
-        found = None
-    if found is None or not least <= found <= most:
-        raise ValueError(f"its {name} is {told(value)}: expected a number from {least:g} to {most:g}")
-    return found
+        return None
+    return found if found is not None and least <= found <= most else None
 
 
 def within(values: npt.NDArray[Any], name: str, most: float, least: float = 0.0) -> None:

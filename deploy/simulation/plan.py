@@ -18,7 +18,7 @@ from ..cli.progress import progress
 from ..replay.figures import number
 from ..replay.records import Arrival
 from .report import TAG, faster, figure
-from .run import Run, capacity_of, simulate, trace_of
+from .run import Run, capacity_of, simulate, told_trace, trace_of
 from .scenario import Scenario
 
 PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the serving instances, lent
@@ -59,6 +59,7 @@ def plan(scenario: Scenario) -> dict[str, Any]:
 
         found = [_level(load, lendings if load < FULL else lendings[:1], scenario, runs) for load in levels]
     said = {"tag": TAG, "scenario": scenario.name, "capacity_per_s": capacity_of(scenario)}
+    said["trace"] = told_trace(scenario)
     return {**said, "levels": found, "when": list(_when(windows, found))}
 
 
@@ -156,6 +157,8 @@ def show_plan(found: dict[str, Any]) -> None:
             span = f"{_clock(each['from_s'])} to {_clock(each['to_s'])}"
             table.add_row(Cell(span), f"{each['load']:g}", f"{each['gpus_lent']}", f"{each['step_s']:.0f}")
         console.print(table)
+    if found["trace"]:
+        console.print(f"Trace: {found['trace']}.", highlight=False)
     choices = sorted({level["choice"] for level in found["levels"]})
     said = "Borrow none: no number makes steps 2 % faster and keeps the SLO"
     if choices[-1]:

@@ -11,7 +11,7 @@ from ..cli.printing import Cell, Console, new_table
 from ..replay.figures import number
 from .arms import ARMS
 from .machine.cost import COST_MODEL_ERROR
-from .run import Run, capacity_of
+from .run import Run, capacity_of, told_trace
 from .scenario import FailuresPart, Scenario
 
 TAG = f"simulated; {COST_MODEL_ERROR}; held against real runs on CPUs, not on GPUs"
@@ -91,6 +91,7 @@ def results(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "tag": TAG,
         "scenario": asdict(scenario),
+        "trace": told_trace(scenario),
         "capacity_per_s": capacity_of(scenario),
         "by_load": by_load,
     }
@@ -142,6 +143,7 @@ def notes_of(found: dict[str, Any]) -> list[str]:
         f"x fixed: speed of a step over dedicated GPUs alone, with its 95 % interval (bootstrap, {len(seeds)} seeds).",
         "h: of the time of the GPUs that serve, computed for rollouts, training included; H*: the oracle's.",
         "in SLO: serving requests within TTFT and TPOT; worst: of the worst minute; P99: TTFT/TPOT.",
+        *([f"Trace: {found['trace']}."] if found["trace"] else []),
         *_of_capacity(found),
         *_of_rose(found),
         *(_OF_RUNS if len(found["scenario"]["runs"]["weights"]) > 1 else ()),

@@ -13,7 +13,7 @@ from ...fabric.contract.text import counted
 from ...fabric.rules.serving.facts import Slo
 from ..replay.records import Arrival
 from ..replay.scale import at_rate
-from ..replay.traces import Part, read_trace
+from ..replay.traces import Part, Trace, read_trace
 from .arms import ARMS, Arm
 from .cluster import LENT_CHUNK, OWN_CHUNK, Cluster, Setup
 from .failing import Failures
@@ -99,19 +99,33 @@ def trace_of(scenario: Scenario) -> tuple[list[Arrival], float]:
     Raises:
         ConfigError, InputError: it cannot be had.
     """
-    arrivals = _trace(scenario.serving.trace)
+    arrivals = _trace(scenario.serving.trace).arrivals
     return arrivals, max(1.0, arrivals[-1].at_s)
 
 
+def told_trace(scenario: Scenario) -> str:
+    """Say how the trace was read: a rate that is not its own shows a unit that was not meant. "": nothing serves.
+
+    Raises:
+        ConfigError, InputError: it cannot be had.
+    """
+    name = scenario.serving.trace
+    if not scenario.instances[1]:
+        return ""
+    arrivals, span_s = trace_of(scenario)
+    size = f"{counted(len(arrivals), 'request')} in {span_s:,.0f} s, {len(arrivals) / span_s:.3g} a second"
+    return f"{name}, {_trace(name).origin}: {size}"
+
+
 @lru_cache(maxsize=2)
-def _trace(name: str) -> list[Arrival]:
-    return read_trace(name, Part()).arrivals
+def _trace(name: str) -> Trace:
+    return read_trace(name, Part())
 
 
 @lru_cache(maxsize=2)
 def _played(name: str) -> tuple[list[Arrival], float]:
     """Return the part of a trace that is played, again and again, and how long that is."""
-    arrivals = _trace(name)
+    arrivals = _trace(name).arrivals
     span_s = max(1.0, min(arrivals[-1].at_s, LOAD_S_MAX))
     return [each for each in arrivals if each.at_s < span_s], span_s
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,73 @@ def test_mooncakes_lines_are_milliseconds(write: Write) -> None:
     assert arrivals == [Arrival(0.0, 10, 3), Arrival(0.027, 37, 3), Arrival(1.5, 1510, 3)]
 
 
+def test_alibabas_lines_are_seconds_and_the_trace_says_so(write: Write) -> None:
+    rows = [
+        {"chat_id": at, "parent_chat_id": -1, "timestamp": at, "input_length": 9, "output_length": 3} for at in (3, 9)
+    ]
+    trace = read_trace(write("\n".join(map(json.dumps, rows))))
+    assert (trace.arrivals[1].at_s, trace.origin) == (6.0, "as recorded, its times in s")
+
+
+@pytest.mark.parametrize(("unit", "per_second"), [("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)])
+@pytest.mark.parametrize("is_csv", [True, False])
+def test_stamps_since_1970_tell_their_unit(write: Write, unit: str, per_second: int, *, is_csv: bool) -> None:
+    stamps = [(1_715_299_200 + at) * per_second for at in (0, 2, 1)]
+    lines = [json.dumps({"timestamp": stamp, "input_length": 9, "output_length": 3}) for stamp in stamps]
+    if is_csv:
+        lines = ["t_s,input_tokens,output_tokens", *(f"{stamp},9,3" for stamp in stamps)]
+
+    trace = read_trace(write("\n".join(lines)))
+
+    assert [round(each.at_s, 6) for each in trace.arrivals] == [0, 1, 2]
+    assert trace.origin.endswith(f"its times in {unit} since 1970")
+
+
+def test_dates_without_a_zone_are_utc_wherever_they_are_read(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a night in which clocks are put back, on a machine whose clock is
+    monkeypatch.setenv("TZ", "Europe/London")
+    time.tzset()
+    try:
+        rows = [f"2024-10-27 {hour}:30:00,1,1" for hour in ("00", "01", "02")]
+        lines = [{"timestamp": row[:19] + "Z", "input_length": 1, "output_length": 1} for row in rows]
+        read = [load_trace(write(text)) for text in (AZURE + "\n".join(rows), "\n".join(map(json.dumps, lines)))]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+    assert [[each.at_s for each in arrivals] for arrivals in read] == [[0, 3600, 7200]] * 2
+
+
+def test_requests_that_failed_are_left_out_and_counted(write: Write) -> None:
+    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    rows = [f"{at},ChatGPT,472,{made},{472 + made},API log" for at, made in ((5, 0), (45, 0), (118, 7), (120, 8))]
+    trace = read_trace(write("\n".join([header, *rows])))
+    assert trace.arrivals == [Arrival(0.0, 472, 7), Arrival(2.0, 472, 8)]
+    assert trace.origin.endswith("2 requests that failed left out")
+
+
+@pytest.mark.parametrize("mark", ["utf-8-sig", "utf-16", "utf-16-be"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_text_is_read_as_other_programs_write_it(write: Write, mark: str, end: str) -> None:
+    lines = [[json.dumps({"timestamp": 1000 * at, "input_length": 9, "output_length": 3}) for at in (5, 7)]]
+    lines += [
+        ["t_s;input_tokens;output_tokens", "5;9;3", "7;9;3"],
+        ["t_s, input_tokens, output_tokens", "5, 9, 3", "7,9,3"],
+    ]
+    lines += [["[", f"{lines[0][0]},", lines[0][1], "]"]]
+    begin = "\ufeff" if mark == "utf-16-be" else ""
+    for each in lines:
+        assert load_trace(write((begin + end.join(each)).encode(mark))) == [Arrival(0.0, 9, 3), Arrival(2.0, 9, 3)]
+
+
+def test_a_packed_trace_of_more_than_a_machine_has_room_for_is_refused(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollfab.deploy.replay.traces.BYTES_MAX", 1000)
+    with pytest.raises(ConfigError, match="more than 1,000 bytes when unpacked"):
+        load_trace(write(AZURE + "0,1,1\n" * 1000, is_packed=True))
+
+
 def test_stamps_of_three_seconds_are_spread_over_them(write: Write) -> None:
     rows = [{"timestamp": 3000 * (n // 50), "input_length": n + 1, "output_length": 3} for n in range(200)]
     path = write("\n".join(map(json.dumps, rows)))
@@ -111,6 +179,7 @@ def test_burstgpts_aggregates_give_its_minutes_at_the_wanted_rate(write: Write) 
     assert counts / len(wanted) == pytest.approx([1.5 / 15, 4.5 / 15, 9 / 15], abs=0.05)
 
 
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 DAMAGED = [
     ("many", "its input_length is 'many'"),
     (None, "it has no input_length"),
@@ -184,7 +253,7 @@ def test_the_shipped_samples_are_twenty_minutes_of_real_load(name: str) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("a,b,c\n1,2,3\n", "no column for time"),
+        ("a,b,c\n1,2,3\n", "no column t_s or TIMESTAMP or Timestamp in its first line: 'a, b, c'"),
         ("t_s,input_tokens,output_tokens\n0,1,1\n1,many,3\n", "line 3"),
         ("t_s,input_tokens,output_tokens\n", "no request"),
         ("t_s,input_tokens,output_tokens\n0,1,1\n1,2\n", "line 3"),
@@ -200,7 +269,7 @@ def test_the_shipped_samples_are_twenty_minutes_of_real_load(name: str) -> None:
         (servegen(rate_rps=np.full((3, 2), np.nan)), "rate_rps: expected numbers"),
         *((f"t_s,input_tokens,output_tokens\n{row}\n", words) for row, words in DAMAGED_ROWS),
         *((json.dumps({"timestamp": 1, "input_length": value, "output_length": 2}), words) for value, words in DAMAGED),
-        ("[1]\n{}", "no column"),
+        ("[1]\n{}", "it begins as a list of JSON and is none"),
         ('{"timestamp": 1, "inp', "line 1 is no request: not JSON: it is cut off at column 22"),
         ('{"week1_minute_tps": "x"}', "its week1_minute_tps is no list of pairs of numbers"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1}\n[1]', "line 2 is no request: it is no JSON object"),
@@ -209,7 +278,18 @@ def test_the_shipped_samples_are_twenty_minutes_of_real_load(name: str) -> None:
         ("t_s,req_per_min\n5,1\n5,1\n", "at different times"),
         ('{"week1_minute_tps": [[1e12, 5]], "daily_req_tok": [[1, 1]]}', "the minutes of week1_minute_tps"),
         ('{"week1_minute_tps": [[1, 5]], "daily_req_tok": [[0, 0]]}', "the sums of daily_req_tok"),
-        (b"", "no column"),
+        (b"", "it is empty"),
+        ("[1]", "item 1 is no request: it is no JSON object"),
+        ('[{"conversations": "' + 200_000 * "x" + '"}]', "item 1 is no request: it has no timestamp$"),
+        ('{"session_id": "a", "delay": 5, "input_length": 1, "output_length": 1}', "only a delay"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+        (f"{'x' * 200_000},b\n", "line 1 is no request: a field of it is longer than any number"),
+        (f"{'x,' * 20_000}\n", "no column .{,200}$"),
+        ("t_s,input_tokens,output_tokens\n11/16/2023 18:15,1,1\n", "expected a number, or a date and time"),
+        (AZURE + "2024-05-10 00:00:00,1,1\n5,1,1\n", "line 3 is no request: its TIMESTAMP is '5': expected a date"),
+        (AZURE + "0,1,1\n2024-05-10 00:00:00,1,1\n", "line 3 is no request: its TIMESTAMP is '2024-05-10 00:00:00'"),
+        (AZURE + "0,1,1\n1e18,1,1\n", "its times in s, are more than"),
+        ("t_s,input_tokens,output_tokens\n20240510,1,1\n,1,1", "line 3 is no request: its t_s is ''"),
     ],
 )
 def test_what_is_no_trace_is_named_with_its_cause(write: Write, data: str | bytes, words: str) -> None:
