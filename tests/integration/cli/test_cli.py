@@ -109,6 +109,16 @@ def test_the_doctor_lists_what_is_there() -> None:
     assert all(row["is_fine"] for row in rows if row["what"] == "Python")
 
 
+def test_the_doctor_says_whether_the_broker_of_a_url_can_be_used() -> None:
+    with EmbeddedBroker.start() as broker:
+        done = rollfab("doctor", url=broker.url)
+    assert done.returncode == 0 and "ok      broker: answers, and can be used" in done.stdout
+    gone = rollfab("doctor", url="redis://127.0.0.1:1")
+    assert gone.returncode == 1 and "broken  broker: the broker redis://127.0.0.1:1/0 is not reachable" in gone.stdout
+    strange = json.loads(rollfab("doctor", "--json", url="http://x").stdout)
+    assert [row["is_fine"] for row in strange if "its scheme must be redis" in row["found"]] == [False]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

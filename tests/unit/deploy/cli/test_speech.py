@@ -145,6 +145,19 @@ def test_a_next_step_is_what_can_be_typed_here(
     assert with_commands(rows) == [{"step": f"Start one: `{typed} agent`, or rollfab.connect()"}]
 
 
+def test_a_next_step_is_told_in_a_deleted_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "rollfab"
+    program.touch(mode=0o755)
+    monkeypatch.setattr("sys.argv", [str(program)])
+    monkeypatch.setenv("PATH", "")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+    assert with_commands("Start one: `rollfab agent`") == f"Start one: `{program} agent`"
+
+
 def test_every_next_step_of_the_diagnosis_marks_its_commands() -> None:
     source = inspect.getsource(diagnosis)
     assert re.search("`rollfab [a-z]", source)
