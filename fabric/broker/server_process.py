@@ -38,7 +38,9 @@ LOG_TAIL_LINES = 6
 # shell becomes the server (exec), so the owner's child *is* the server. A line on the pipe means "the server
 # has ended, leave"; end of file means the owner is gone. The lock arrives as standard error, since sh can only
 # name descriptors up to 9, and goes to the server alone. `sleep 1` is for shells without fractions.
-LIFELINE = """
+# The server reads its settings from standard input, and its directory is where it starts: it takes a file's name for a
+# pattern, and one with a bracket in it, which matches nothing, for no settings at all.
+LIFELINE = f"""
 umask 077
 exec 3<&0 </dev/null 4>&2 2>&1
 (
@@ -50,11 +52,10 @@ exec 3<&0 </dev/null 4>&2 2>&1
   [ -z "$1" ] || rm -rf -- "$1"
 ) 4>&- >/dev/null 2>&1 &
 shift
-exec "$@" 3<&-
+exec "$@" - 3<&- <{CONFIG_FILE}
 """
 
 CONFIG = """\
-dir {directory}
 appendonly yes
 appendfsync everysec
 save ""
@@ -67,7 +68,7 @@ daemonize no
 
 @dataclass(frozen=True)
 class Door:
-    """One way in: a unix socket's path, or a port of 127.0.0.1 with a password (URL-safe characters only)."""
+    """One way in: a unix socket in the server's directory, or a port of 127.0.0.1 with a password (URL-safe)."""
 
     path: Path | None = None
     port: int = 0
@@ -84,7 +85,7 @@ class Door:
     def config(self) -> str:
         """Return the lines for this door in the server's configuration."""
         if self.path is not None:
-            return f"port 0\nunixsocket {_quoted(self.path)}\nunixsocketperm 700"
+            return f"port 0\nunixsocket {self.path.name}\nunixsocketperm 700"
         return f"port {self.port}\nbind 127.0.0.1\nrequirepass {self.password}"
 
     def knock(self) -> Literal["silent", "loading", "ready"]:
@@ -135,16 +136,14 @@ def spawn(door: Door, directory: Path, *, lock: int, is_temporary: bool) -> subp
     Raises:
         BrokerError: it ended or stayed silent; the log's tail is in the text and in facts["log"].
     """
-    config = directory / CONFIG_FILE
-    lines = CONFIG.format(directory=_quoted(directory), door=door.config)
-    write_private(config, lines)  # it may hold the password
+    write_private(directory / CONFIG_FILE, CONFIG.format(door=door.config))  # it may hold the password
     doomed = str(directory) if is_temporary else ""
     path = directory / "broker.log"
     if path.exists():
         path.replace(directory / "broker.log.1")  # one server's life per file, two lives kept
     with open(path, "wb", opener=owner_only) as output:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", LIFELINE, "broker", doomed, str(server_binary()), str(config)],
+            ["/bin/sh", "-c", LIFELINE, "broker", doomed, str(server_binary())],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=output,
@@ -208,8 +207,3 @@ def _let_go(process: weakref.ref[subprocess.Popen[bytes]]) -> None:
     held: Any = process()
     if held is not None and held.stdin is not None:
         held.stdin.close()
-
-
-def _quoted(path: Path) -> str:
-    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'

@@ -130,9 +130,12 @@ async def test_a_path_too_long_for_a_socket_becomes_a_port_with_a_password(home:
     assert stat.S_IMODE((deep / "broker.conf").stat().st_mode) == 0o600
 
 
-def test_odd_characters_in_the_directory_do_not_matter(tmp_path: Path) -> None:
-    with EmbeddedBroker.start(tmp_path / 'a "b" c\\d é %20') as broker:
+def test_odd_characters_in_the_directory_do_not_matter(home: Path) -> None:
+    odd = home / 'a "b"\' c\\d\n é %20 [1]*?'
+    with EmbeddedBroker.start(odd) as broker:
+        assert broker.url.startswith("unix://")
         assert asyncio.run(read(broker.url, "nothing")) is None
+        assert (odd / "appendonlydir").is_dir()  # so its settings hold
 
 
 @pytest.mark.timeout(60)
