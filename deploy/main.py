@@ -13,6 +13,7 @@ import sys
 from collections import UserDict
 from collections.abc import Mapping
 from importlib import import_module
+from io import TextIOWrapper
 from json import dumps
 from typing import Annotated, Any
 
@@ -149,6 +150,8 @@ def main() -> None:
     is_debug = "--debug" in sys.argv[1:] or os.environ.get("ROLLFAB_DEBUG") == "1"
     if is_debug:
         os.environ["ROLLFAB_DEBUG"] = "1"  # also for the roles that `up` and `demo` start
+    if isinstance(sys.stdout, TextIOWrapper):  # as stderr does: a terminal or file in ASCII or Latin-1 has no →
+        sys.stdout.reconfigure(errors="backslashreplace")
     os.umask(0o077)  # logs, data and keys that this process or a child of it writes are for its user alone
     set_up_logs(logging.DEBUG if is_debug else logging.INFO)
     parent = os.environ.pop("ROLLFAB_PARENT", None)

@@ -22,7 +22,7 @@ from ...fabric.contract.errors import FabricError
 from ...fabric.contract.text import printable
 from ...fabric.contract.wire import load_json
 from ...fabric.host.command import command
-from ...fabric.host.directories import make_directory
+from ...fabric.host.directories import held, make_directory
 from ...fabric.opened import RedisFabric
 from ..cli.exits import run_async
 from ..cli.printing import Console, show_json
@@ -79,15 +79,16 @@ def run_demo(options: DemoOptions) -> int:
 
     tuned_for(options.environment)  # else its trainer would end after all is started
     directory = make_directory(Path(options.output), "--output")
-    for name in ("summary.json", "reward.png"):
-        (directory / name).unlink(missing_ok=True)
     console = Console(stderr=options.is_json)
     console.width = min(console.width, PICTURE_WIDTH)
-    port, key = options.port or free_port(), make_key(directory, "--output")
-    page = page_of(url_of("127.0.0.1", port), key, directory, console)
-    console.print(f"The page: {page}", highlight=False, soft_wrap=True)
-    started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(held(directory, "--output"))
+        for name in ("summary.json", "reward.png"):
+            (directory / name).unlink(missing_ok=True)
+        port, key = options.port or free_port(), make_key(directory, "--output")
+        page = page_of(url_of("127.0.0.1", port), key, directory, console)
+        console.print(f"The page: {page}", highlight=False, soft_wrap=True)
+        started_s = time.monotonic()
         stack.callback((directory / KEY_FILE).unlink, missing_ok=True)
         broker = stack.enter_context(EmbeddedBroker.start())
         supervisor = stack.enter_context(Supervisor(_logs(directory)))

@@ -32,7 +32,7 @@ from ...fabric.broker.embedded import EmbeddedBroker, free_port, starter_of
 from ...fabric.contract.errors import BrokerError, ConfigError
 from ...fabric.contract.text import counted, one_line, printable
 from ...fabric.host.command import command, with_commands
-from ...fabric.host.directories import make_directory, write_private
+from ...fabric.host.directories import held, make_directory, write_private
 from ...fabric.model.presets import is_path, is_preset, model_place
 from ...fabric.opened import RedisFabric
 from ..cli.exits import INTERRUPTED
@@ -146,21 +146,24 @@ def run_up(options: UpOptions) -> int:
         ConfigError: an option cannot be met; nothing was started.
         BrokerError: the broker that was given cannot be used; nothing was started.
     """
-    _check_port(options.port)
     console = Console()
     directory = Path(options.data)
     given = _given_broker(options, directory / "broker", console)
     make_directory(directory / "logs", "--data")
     broker = None if given else EmbeddedBroker.start(directory / "broker", starter=STARTER)
     try:
-        options = dataclasses.replace(options, port=options.port or free_port(), api_key=make_key(directory, "--data"))
-        supervisor = Supervisor(directory / "logs", lives_max=LIVES_MAX)
-        interrupts = Interrupts(supervisor)
-        with supervisor:
-            life = _Life(supervisor, given or (broker.url if broker else ""), broker, options, console)
-            code = life.run(interrupts)
+        with held(directory, "--data"):
+            _check_port(options.port)  # after both, which tell of an `up` that runs here: the usual cause
+            url, key = given or (broker.url if broker else ""), make_key(directory, "--data")
+            options = dataclasses.replace(options, port=options.port or free_port(), api_key=key)
+            supervisor = Supervisor(directory / "logs", lives_max=LIVES_MAX)
+            interrupts = Interrupts(supervisor)
+            try:
+                with supervisor:
+                    code = _Life(supervisor, url, broker, options, console).run(interrupts)
+            finally:
+                (directory / KEY_FILE).unlink(missing_ok=True)
     finally:
-        (directory / KEY_FILE).unlink(missing_ok=True)
         if broker is not None:
             broker.stop()
     if broker is not None:

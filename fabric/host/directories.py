@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,31 @@ def make_directory(path: Path, option: str) -> Path:
             option=option,
         ) from error
     return path
+
+
+@contextmanager
+def held(path: Path, option: str) -> Iterator[None]:
+    """Hold the directory that `option` gave for the block: what is in it is one command's. A death lets go of it.
+
+    Raises:
+        ConfigError: another process holds it, or it cannot be read.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"{option}: the directory {path} cannot be read: {error.strerror}", option=option) from error
+    try:
+        with suppress(OSError):  # file systems that have no such locks
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"{option}: the directory {path} is in use by another command: end that one, or choose another",
+                    option=option,
+                ) from error
+        yield
+    finally:
+        os.close(handle)
 
 
 def place_in(root: Path, name: str) -> Path:

@@ -18,6 +18,7 @@ from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.deploy.main import app
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import ConfigError
+from rollfab.fabric.host.directories import held
 from rollfab.trainer.client import connect as rollfab_connect
 
 
@@ -51,6 +52,23 @@ def test_up_says_that_it_keeps_work_only_where_the_broker_was_its_own(url: str, 
         said = process.communicate(timeout=30)[0]
     assert process.returncode == 0
     assert ("queued work and weights are kept in" in said) is is_ours
+
+
+@pytest.mark.parametrize("words", ["up --port 0 --dedicated 0 --agents 0 --data", "demo --output"])
+def test_a_second_command_leaves_the_files_of_the_first_one_alone(url: str, tmp_path: Path, words: str) -> None:
+    # Given a directory that an `up` on this broker works in
+    (tmp_path / "logs").mkdir()
+    files = {tmp_path / "api.key": "k", tmp_path / "summary.json": "{}", tmp_path / "logs" / "agent-0.log": "a line"}
+    for path, text in files.items():
+        path.write_text(text)
+
+    with held(tmp_path, "--data"):
+        done = rollfab(*words.split(), str(tmp_path), url=url)
+
+    assert done.returncode == 2 and "is in use by another command" in done.stderr
+    assert {path: path.read_text() for path in files} == files
+    with held(tmp_path, "--data"):
+        pass
 
 
 def test_the_last_words_of_a_role_are_of_its_last_life(tmp_path: Path) -> None:
@@ -107,6 +125,16 @@ def test_the_doctor_lists_what_is_there() -> None:
     rows = json.loads(rollfab("doctor", "--json").stdout)
     assert {"Python", "GPU"} <= {row["what"] for row in rows}
     assert all(row["is_fine"] for row in rows if row["what"] == "Python")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_output_that_has_not_every_character_is_told_the_rest_by_number(encoding: str) -> None:
+    with EmbeddedBroker.start() as broker:
+        with rollfab_connect(broker.url) as fabric:
+            fabric.run("r", model="tiny", environment="frozenlake")
+        environment = {**os.environ, "PYTHONIOENCODING": encoding, "ROLLFAB_URL": broker.url}
+        done = subprocess.run([sys.executable, "-m", "rollfab", "status"], env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"") and b"  \\u2192 " in done.stdout
 
 
 def test_the_doctor_says_whether_the_broker_of_a_url_can_be_used() -> None:
