@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from rollfab.deploy.roles.options import BROKER_WAIT_S
+from rollfab.fabric.opened import RedisFabric
+from rollfab.workers.agent.run import AgentConfig
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "docs" / "guarantees.md"
@@ -40,6 +45,21 @@ def test_every_promise_names_tests_that_exist(promise: str) -> None:
     assert promise.count("::") == len(named), "a name that cannot be read"
     for path, name in named:
         assert name in functions_of(ROOT / path), f"{path} has no {name}"
+
+
+PATIENCE_S = inspect.signature(RedisFabric.open).parameters["patience_s"].default
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"An agent whose event loop stands keeps its claims for {AgentConfig.hung_s:g} s.",
+        f"A broker that is away for longer than patience ({PATIENCE_S:g} s) is an error",
+        f"or for the end of a session, is told after {BROKER_WAIT_S:g} s that the broker does not answer",
+    ],
+)
+def test_times_that_tests_shorten_are_as_promised_where_nobody_sets_them(words: str) -> None:
+    assert words in " ".join(DOC.read_text().split())
 
 
 @cache

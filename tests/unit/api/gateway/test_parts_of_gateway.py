@@ -20,10 +20,10 @@ from rollfab.api.gateway.app import make_gateway
 from rollfab.api.gateway.config import GatewayConfig, check_gateway
 from rollfab.api.gateway.dialect import PART_COUNT, parts
 from rollfab.api.gateway.door import ADDRESS_COUNT_MAX, Door, Failures
-from rollfab.api.gateway.problems import ClientGone, anthropic_shape, openai_shape, problem_of
+from rollfab.api.gateway.problems import ClientGone, anthropic_shape, openai_shape, problem_answer, problem_of
 from rollfab.api.inference.app import make_inference
 from rollfab.fabric.contract.clock import SystemClock
-from rollfab.fabric.contract.errors import ConfigError
+from rollfab.fabric.contract.errors import BrokerError, BrokerFull, ConfigError
 from tests.support.fake_inference import FakeInference
 from tests.support.fake_sessions import KEY, FakeSessions
 
@@ -87,6 +87,12 @@ def test_addresses_beyond_their_number_are_forgotten() -> None:
     for number in range(ADDRESS_COUNT_MAX):
         failures.count(str(number))
     assert failures.count("first") == 0
+
+
+@pytest.mark.parametrize("error", [BrokerError("it is away"), BrokerFull("it is full")], ids=["away", "full"])
+def test_who_meets_a_broker_that_cannot_answer_is_told_to_come_again(error: BrokerError) -> None:
+    answer = problem_answer(problem_of(error, "/x"))
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
 def test_calls_beyond_their_number_are_told_to_come_again() -> None:
