@@ -1,7 +1,7 @@
 """The api as an ASGI application, put together from its parts; nothing global, so a process may hold several.
 
-A request's way: guard (who may come in) → body limit → route → status reader (one shared reading) or board → model
-→ JSON.
+A request's way: access check (who may come in) → body limit → route → status reader (one shared reading) or board →
+model → JSON.
 While the application lives, two tasks run: one follows the events, one takes a sample per second for rates.
 """
 
@@ -20,7 +20,7 @@ from .. import __version__
 from ..fabric.contract.clock import Clock, SystemClock
 from ..fabric.host.helpers import end_all
 from ..fabric.model.shown_tokens import Tokenizers
-from .access.auth import Guard
+from .access.auth import AccessCheck
 from .access.config import ApiConfig, check_config
 from .access.connections import BodyLimit
 from .access.problems import install_problems, known_parameters
@@ -81,7 +81,7 @@ def make_app(ports: Ports, config: ApiConfig, *, training: APIRouter | None = No
     app.mount("/static", files, name="static")
     install_problems(app, TRAINING)
     app.add_middleware(BodyLimit, arriving_bytes_max=config.arriving_bytes_max)
-    app.add_middleware(Guard, config=config)
+    app.add_middleware(AccessCheck, config=config)
     return app
 
 

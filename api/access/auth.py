@@ -48,7 +48,7 @@ HEADERS = {
 }
 
 
-class Guard:
+class AccessCheck:
     """ASGI middleware that lets a request in or answers it itself."""
 
     def __init__(self, app: ASGIApp, config: ApiConfig) -> None:
@@ -64,7 +64,7 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
 
-        async def send_guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
@@ -74,13 +74,13 @@ class Guard:
 
         refusal = self._refusal(scope["method"], scope["path"], Headers(scope=scope), bool(scope["query_string"]))
         if refusal is None:
-            await self._app(scope, receive, send_guarded)
+            await self._app(scope, receive, send_with_headers)
             return
         status, name, message = refusal
         answer = problem(status, name, message)
         if status == 401:
             answer.headers["www-authenticate"] = 'Bearer realm="rollfab"'
-        await answer(scope, receive, send_guarded)
+        await answer(scope, receive, send_with_headers)
 
     def _refusal(self, method: str, path: str, headers: Headers, has_query: bool) -> tuple[int, str, str] | None:
         """Return the status, error and message for a request that may not pass; None: it may."""

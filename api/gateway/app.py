@@ -26,7 +26,7 @@ from .body import Body, read_json
 from .chat import CHAT, TEXT
 from .config import GatewayConfig, check_gateway
 from .dialect import Answered, Dialect
-from .door import Door, unless_gone
+from .door import CallGate, unless_gone
 from .messages import MESSAGES, read_count
 from .problems import HEADERS, Shape, answer, anthropic_shape, openai_shape, problem_answer, problem_of, unrouted_answer
 from .responses import RESPONSES
@@ -46,25 +46,25 @@ def make_gateway(sessions: Sessions, config: GatewayConfig) -> FastAPI:
         ConfigError: the settings are impossible, or not safe.
     """
     check_gateway(config)
-    door = Door(sessions, config, SystemClock())
+    gate = CallGate(sessions, config, SystemClock())
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    model_routes = _model_routes(door)
+    model_routes = _model_routes(gate)
     app.include_router(model_routes, prefix="/v1")
     app.include_router(model_routes, prefix="/s/{session}/v1")
-    app.include_router(_session_routes(door, sessions, config))
+    app.include_router(_session_routes(gate, sessions, config))
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(BodyLimit, arriving_bytes_max=config.arriving_bytes_max)
     return app
 
 
-def _model_routes(door: Door) -> APIRouter:
+def _model_routes(gate: CallGate) -> APIRouter:
     routes = APIRouter()
     for path, dialect in DIALECTS.items():
-        _add(routes, "POST", path, _complete(door, dialect), dialect.shape)
+        _add(routes, "POST", path, _complete(gate, dialect), dialect.shape)
 
     async def count_tokens(request: Request) -> Response:
-        session = door.session_of(request, may_be_key=True)
-        async with door.room_for(request):
+        session = gate.session_of(request, may_be_key=True)
+        async with gate.room_for(request):
             sent = await request.body()
             body = Body(read_json(sent))
             call = read_count(body)
@@ -72,11 +72,11 @@ def _model_routes(door: Door) -> APIRouter:
             return answer({"input_tokens": await session.count(replace(call, size_bytes=_weight(call, sent)))})
 
     async def models(request: Request) -> Response:
-        facts = door.session_of(request, may_be_key=True).facts
+        facts = gate.session_of(request, may_be_key=True).facts
         return answer({"object": "list", "data": [_model(facts)]})
 
     async def model(request: Request) -> Response:
-        facts = door.session_of(request, may_be_key=True).facts
+        facts = gate.session_of(request, may_be_key=True).facts
         if request.path_params["model"] != facts.model:
             raise Refused(404, "model_not_found", "this session has another model: GET /v1/models names it")
         return answer(_model(facts))
@@ -87,10 +87,10 @@ def _model_routes(door: Door) -> APIRouter:
     return routes
 
 
-def _complete(door: Door, dialect: Dialect) -> Handler:
+def _complete(gate: CallGate, dialect: Dialect) -> Handler:
     async def complete(request: Request) -> Response:
-        session = request.state.session = door.session_of(request, may_be_key=True)
-        async with door.room_for(request):
+        session = request.state.session = gate.session_of(request, may_be_key=True)
+        async with gate.room_for(request):
             sent = await request.body()
             body = Body(read_json(sent))
             asked = dialect.read(body)
@@ -106,15 +106,15 @@ def _complete(door: Door, dialect: Dialect) -> Handler:
     return complete
 
 
-def _session_routes(door: Door, sessions: Sessions, config: GatewayConfig) -> APIRouter:
+def _session_routes(gate: CallGate, sessions: Sessions, config: GatewayConfig) -> APIRouter:
     routes = APIRouter()
 
     async def health(_: Request) -> Response:
         return answer({"status": "ok"})
 
     async def open_one(request: Request) -> Response:
-        door.check_creator(request)
-        async with door.room_for(request):
+        gate.check_creator(request)
+        async with gate.room_for(request):
             body = Body(read_json(await request.body()))
             run_id, wait_s = body.required("run", str), _wait(body)
             body.close()
@@ -124,10 +124,10 @@ def _session_routes(door: Door, sessions: Sessions, config: GatewayConfig) -> AP
         return answer({**_facts(facts), "key": opened.key, **paths}, 201)
 
     async def show(request: Request) -> Response:
-        return answer(_facts(door.session_of(request).facts))
+        return answer(_facts(gate.session_of(request).facts))
 
     async def reward(request: Request) -> Response:
-        session = door.session_of(request)
+        session = gate.session_of(request)
         body = Body(read_json(await request.body()))
         value = _reward(body)
         if value is None:
@@ -137,11 +137,11 @@ def _session_routes(door: Door, sessions: Sessions, config: GatewayConfig) -> AP
         return answer(_facts(session.facts))
 
     async def end(request: Request) -> Response:
-        if (facts := await door.recorded(request)) is not None:  # the answer to its end was lost on the way
+        if (facts := await gate.recorded(request)) is not None:  # the answer to its end was lost on the way
             said = await _read_end(request)
             check_same_end(facts, said["reward"], said["error"])
         else:
-            session = door.session_of(request)
+            session = gate.session_of(request)
             await session.end(**await _read_end(request))  # also if the client leaves: what has ended has ended
             facts = session.facts
         return answer({**_facts(facts), "state": "over"})

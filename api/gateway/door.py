@@ -1,4 +1,4 @@
-"""The gateway's door: whose request this is, whether there is room for it, and whether its client is still there.
+"""The gate of the gateway: whose request this is, whether there is room for it, and whether its client is there.
 
 - Authority comes from the key alone. Wrong keys of every sort get one answer, so that nobody learns which sessions
   there are.
@@ -35,14 +35,14 @@ ADDRESS_COUNT_MAX = 10_000  # that are remembered; the oldest goes first
 
 
 class Keys(Protocol):
-    """What a door asks of sessions, see ports/sessions.py."""
+    """What the gate asks of sessions, see ports/sessions.py."""
 
     def find(self, key: str) -> Session | None: ...
     async def find_recorded(self, key: str) -> SessionFacts | None: ...
 
 
-class Door:
-    """The door of one gateway."""
+class CallGate:
+    """The gate of one gateway."""
 
     def __init__(self, sessions: Keys, config: GatewayConfig, clock: Clock) -> None:
         self._sessions = sessions

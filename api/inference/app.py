@@ -26,7 +26,7 @@ from ...fabric.host.helpers import end_all
 from ...fabric.ports.inference import Completions, Inference, Prompt, ServerFacts
 from ..access.connections import BodyLimit
 from ..gateway.config import GatewayConfig, check_gateway
-from ..gateway.door import Door, unless_gone
+from ..gateway.door import CallGate, unless_gone
 from ..gateway.problems import answer, problem_answer, problem_of, unrouted_answer
 from . import sglang, vllm
 from .control import CONTROLS, REFUSED, Control
@@ -48,8 +48,8 @@ def make_inference(inference: Inference, config: GatewayConfig) -> FastAPI:
     """
     check_gateway(config)
     clock = SystemClock()
-    door = Door(NO_SESSIONS, config, clock)
-    samplers = Samplers(inference, door)
+    gate = CallGate(NO_SESSIONS, config, clock)
+    samplers = Samplers(inference, gate)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -57,7 +57,7 @@ def make_inference(inference: Inference, config: GatewayConfig) -> FastAPI:
         await samplers.close()
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
-    routes = _Routes(inference, samplers, door, clock).all()
+    routes = _Routes(inference, samplers, gate, clock).all()
     app.include_router(routes)
     app.include_router(routes, prefix="/k/{key}")
     app.add_exception_handler(HTTPException, _unrouted)
@@ -66,7 +66,7 @@ def make_inference(inference: Inference, config: GatewayConfig) -> FastAPI:
 
 
 class _NoSessions:
-    """The sessions of a door that lets nobody in but by a creator's key: none."""
+    """The sessions of a gate that lets nobody in but by a creator's key: none."""
 
     def find(self, _: str) -> None:
         return None
@@ -81,11 +81,11 @@ NO_SESSIONS = _NoSessions()
 class _Routes:
     """The routes, and what each does."""
 
-    def __init__(self, inference: Inference, samplers: Samplers, door: Door, clock: Clock) -> None:
+    def __init__(self, inference: Inference, samplers: Samplers, gate: CallGate, clock: Clock) -> None:
         self._inference = inference
         self._samplers = samplers
         self._clock = clock
-        self._door = door
+        self._gate = gate
         self._control = Control(inference)
 
     def all(self) -> APIRouter:
@@ -108,7 +108,7 @@ class _Routes:
 
     def _guard(self, routes: APIRouter, methods: tuple[str, ...], path: str, handler: Handler) -> None:
         async def guarded(request: Request) -> Response:
-            self._door.check_creator(request)
+            self._gate.check_creator(request)
             return await handler(request)
 
         _add(routes, methods, path, guarded)
@@ -117,20 +117,20 @@ class _Routes:
         return answer({"status": "ok"})
 
     async def _generate(self, request: Request) -> Response:
-        async with self._door.room_for(request):
+        async with self._gate.room_for(request):
             asked = await read_body(request, vllm.read_generate)
             made = await self._made(request, asked.prompt)
         return answer(vllm.generated(asked, made, self._head(), asked.prompt.request_id or new_request_id()))
 
     async def _completions(self, request: Request) -> Response:
-        async with self._door.room_for(request):
+        async with self._gate.room_for(request):
             asked = await read_body(request, vllm.read_completions)
             made = await self._made(request, asked.prompt)
         name = asked.prompt.request_id or f"cmpl-{new_request_id()}"
         return answer(vllm.completed(asked, made, self._head(), name, await self._texts(made)))
 
     async def _sglang(self, request: Request) -> Response:
-        async with self._door.room_for(request):
+        async with self._gate.room_for(request):
             asked = await read_body(request, sglang.read_generate)
             asked = replace(asked, prompts=[_with_id(each) for each in asked.prompts])
             session = session_of(request)
@@ -150,7 +150,7 @@ class _Routes:
         return await asyncio.to_thread(self._inference.text_of, ids) if is_long else self._inference.text_of(ids)
 
     async def _detokenize(self, request: Request) -> Response:
-        async with self._door.room_for(request):
+        async with self._gate.room_for(request):
             ids = await read_body(request, partial(vllm.read_detokenize, self._inference.vocabulary_size))
             return answer({"prompt": await self._text(ids)})
 

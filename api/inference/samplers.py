@@ -17,7 +17,7 @@ from ...fabric.contract.errors import EngineError, FabricError
 from ...fabric.ports.inference import ABORT, Completions, Inference
 from ..access.problems import Refused
 from ..gateway.body import Body
-from ..gateway.door import Door
+from ..gateway.door import CallGate
 from ..gateway.problems import HEADERS, WORDS, answer, problem_of
 from . import tinker
 from .fields import read_body
@@ -45,9 +45,9 @@ SAMPLERS = (  # methods, path, and the method of Samplers
 class Samplers:
     """What the routes do."""
 
-    def __init__(self, inference: Inference, door: Door) -> None:
+    def __init__(self, inference: Inference, gate: CallGate) -> None:
         self._inference = inference
-        self._door = door
+        self._gate = gate
         self._futures = Futures()
 
     async def close(self) -> None:
@@ -106,7 +106,7 @@ class Samplers:
         asked: tinker.Asked = await read_body(request, tinker.read_sample)
         if not self._futures.has(asked.name):
             with ExitStack() as room:
-                room.enter_context(self._door.room())
+                room.enter_context(self._gate.room())
                 self._futures.begin(asked.name, self._made(asked), on_end=room.pop_all().close)
         return answer({"request_id": asked.name, "sample_sequence_ids": asked.sequence_ids})
 

@@ -19,7 +19,7 @@ from rollfab.api.access.problems import Refused
 from rollfab.api.gateway.app import make_gateway
 from rollfab.api.gateway.config import GatewayConfig, check_gateway
 from rollfab.api.gateway.dialect import PART_COUNT, parts
-from rollfab.api.gateway.door import ADDRESS_COUNT_MAX, Door, Failures
+from rollfab.api.gateway.door import ADDRESS_COUNT_MAX, CallGate, Failures
 from rollfab.api.gateway.problems import ClientGone, anthropic_shape, openai_shape, problem_answer, problem_of
 from rollfab.api.inference.app import make_inference
 from rollfab.fabric.contract.clock import SystemClock
@@ -96,13 +96,13 @@ def test_who_meets_a_broker_that_cannot_answer_is_told_to_come_again(error: Brok
 
 
 def test_calls_beyond_their_number_are_told_to_come_again() -> None:
-    door = Door(FakeSessions(), GatewayConfig(may_open=False, call_count_max=1), SystemClock())
-    with door.room():
-        with pytest.raises(Refused) as caught, door.room():
+    gate = CallGate(FakeSessions(), GatewayConfig(may_open=False, call_count_max=1), SystemClock())
+    with gate.room():
+        with pytest.raises(Refused) as caught, gate.room():
             raise AssertionError("there is no room")
         problem = problem_of(caught.value, "/x")
         assert (problem.status, problem.code, problem.retry_s) == (429, "rate_limit_exceeded", 1)
-    with door.room():
+    with gate.room():
         pass
 
 
