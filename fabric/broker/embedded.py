@@ -36,7 +36,7 @@ from urllib.parse import unquote, urlsplit
 from ..contract.clock import SystemClock
 from ..contract.errors import BrokerError, ConfigError
 from .clients.url import mask_url
-from .server_process import CONFIG_FILE, Door, end, say_farewell, spawn
+from .server_process import CONFIG_FILE, ListenAddress, end, say_farewell, spawn
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class EmbeddedBroker:
         try:
             lock, previous = _take_lock(directory)
             try:
-                doors = _doors(directory, transport, port, previous.get("last_url", ""))
-                process, url = _launch(doors, directory, lock, is_temporary)
+                addresses = _addresses(directory, transport, port, previous.get("last_url", ""))
+                process, url = _launch(addresses, directory, lock, is_temporary)
                 named = {"starter": starter} if starter else {}
                 _write_lock(lock, {"owner_pid": os.getpid(), "server_pid": process.pid, "url": url} | named)
             finally:
@@ -264,17 +264,19 @@ def _write_lock(lock: int, content: dict[str, Any]) -> None:
     os.ftruncate(lock, written)
 
 
-def _doors(directory: Path, transport: Literal["unix", "tcp"], port: int | None, previous_url: str) -> list[Door]:
+def _addresses(
+    directory: Path, transport: Literal["unix", "tcp"], port: int | None, previous_url: str
+) -> list[ListenAddress]:
     """List the ways in to try, in order: another process can take a port between our looking and the bind."""
     path = directory / "broker.sock"
     if transport == "unix" and len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX:
-        return [Door(path=path)]
+        return [ListenAddress(path=path)]
     previous = urlsplit(previous_url)
     password = previous.password or secrets.token_urlsafe(24)
     if port is not None:
-        return [Door(port=port, password=password)]
+        return [ListenAddress(port=port, password=password)]
     ports = [free_port() for _ in range(PORT_ATTEMPT_COUNT)]
-    return [Door(port=each, password=password) for each in ([previous.port] if previous.port else []) + ports]
+    return [ListenAddress(port=each, password=password) for each in ([previous.port] if previous.port else []) + ports]
 
 
 def free_port() -> int:
@@ -284,13 +286,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _launch(doors: list[Door], directory: Path, lock: int, is_temporary: bool) -> tuple[subprocess.Popen[bytes], str]:
-    for attempt, door in enumerate(doors, start=1):
+def _launch(
+    addresses: list[ListenAddress], directory: Path, lock: int, is_temporary: bool
+) -> tuple[subprocess.Popen[bytes], str]:
+    for attempt, address in enumerate(addresses, start=1):
         try:
-            process = spawn(door, directory, lock=lock, is_temporary=is_temporary)
+            process = spawn(address, directory, lock=lock, is_temporary=is_temporary)
         except BrokerError as error:
-            if "Address already in use" not in error.facts["log"] or attempt == len(doors):
+            if "Address already in use" not in error.facts["log"] or attempt == len(addresses):
                 raise
         else:
-            return process, door.url
-    raise AssertionError("there is always a door to try")
+            return process, address.url
+    raise AssertionError("there is always an address to try")

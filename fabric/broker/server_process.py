@@ -62,12 +62,12 @@ save ""
 maxmemory 0
 maxmemory-policy noeviction
 daemonize no
-{door}
+{address}
 """
 
 
 @dataclass(frozen=True)
-class Door:
+class ListenAddress:
     """One way in: a unix socket in the server's directory, or a port of 127.0.0.1 with a password (URL-safe)."""
 
     path: Path | None = None
@@ -83,23 +83,23 @@ class Door:
 
     @property
     def config(self) -> str:
-        """Return the lines for this door in the server's configuration."""
+        """Return the lines for this address in the server's configuration."""
         if self.path is not None:
             return f"port 0\nunixsocket {self.path.name}\nunixsocketperm 700"
         return f"port {self.port}\nbind 127.0.0.1\nrequirepass {self.password}"
 
-    def knock(self) -> Literal["silent", "loading", "ready"]:
+    def ping(self) -> Literal["silent", "loading", "ready"]:
         """Ask for a PONG once; takes a second or two at most."""
         request, wanted = b"PING\r\n", b"+PONG\r\n"
         if self.path is None:  # the OK tells our server from a stranger on the same port
             request, wanted = f"AUTH {self.password}\r\nPING\r\n".encode(), b"+OK\r\n+PONG\r\n"
         reply = b""
         family = socket.AF_INET if self.path is None else socket.AF_UNIX
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as door:
-            door.settimeout(1.0)
-            door.connect(("127.0.0.1", self.port) if self.path is None else str(self.path))
-            door.sendall(request)
-            while len(reply) < len(wanted) and (part := door.recv(1024)):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as link:
+            link.settimeout(1.0)
+            link.connect(("127.0.0.1", self.port) if self.path is None else str(self.path))
+            link.sendall(request)
+            while len(reply) < len(wanted) and (part := link.recv(1024)):
                 reply += part
         if reply == wanted:
             return "ready"
@@ -124,11 +124,11 @@ def server_binary() -> Path:
     )
 
 
-def spawn(door: Door, directory: Path, *, lock: int, is_temporary: bool) -> subprocess.Popen[bytes]:
-    """Start a server in `directory` and return once it answers at `door`.
+def spawn(address: ListenAddress, directory: Path, *, lock: int, is_temporary: bool) -> subprocess.Popen[bytes]:
+    """Start a server in `directory` and return once it answers at `address`.
 
     Args:
-        door: where it must listen.
+        address: where it must listen.
         directory: exists, and is ours alone.
         lock: a file descriptor that the server holds as long as it lives.
         is_temporary: remove the directory should this process die.
@@ -136,7 +136,7 @@ def spawn(door: Door, directory: Path, *, lock: int, is_temporary: bool) -> subp
     Raises:
         BrokerError: it ended or stayed silent; the log's tail is in the text and in facts["log"].
     """
-    write_private(directory / CONFIG_FILE, CONFIG.format(door=door.config))  # it may hold the password
+    write_private(directory / CONFIG_FILE, CONFIG.format(address=address.config))  # it may hold the password
     doomed = str(directory) if is_temporary else ""
     path = directory / "broker.log"
     if path.exists():
@@ -154,7 +154,7 @@ def spawn(door: Door, directory: Path, *, lock: int, is_temporary: bool) -> subp
     # Without this a plain fork of the owner would hold the lifeline, and the server would outlive its owner.
     os.register_at_fork(after_in_child=functools.partial(_let_go, weakref.ref(process)))
     try:
-        _await_ready(process, door, path)
+        _await_ready(process, address, path)
     except BaseException:
         end(process, timeout_s=1.0)
         raise
@@ -181,11 +181,11 @@ def say_farewell(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
-def _await_ready(process: subprocess.Popen[bytes], door: Door, log_path: Path) -> None:
+def _await_ready(process: subprocess.Popen[bytes], address: ListenAddress, log_path: Path) -> None:
     clock = SystemClock()
     started_s = clock.now_s()
     timeout_s = READY_TIMEOUT_S
-    while (state := door.knock()) != "ready":
+    while (state := address.ping()) != "ready":
         if state == "loading":
             timeout_s = LOADING_TIMEOUT_S
         with contextlib.suppress(subprocess.TimeoutExpired):

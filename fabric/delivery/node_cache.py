@@ -37,8 +37,8 @@ FREE_SHARE = 2  # at most this part (1/2) of what is free becomes the budget
 SLACK_SHARE = 8  # an eighth of the budget is written between two looks at the files
 HEX = "[0-9a-f]{64}|[0-9a-f]{16}"
 DIGEST = re.compile(rf"(?:{HEX})\Z")
-ALIVE, UNFINISHED, TURN = "alive", "new-", "turn-"
-OURS = re.compile(rf"{ALIVE}|{UNFINISHED}\w+|{TURN}[\d-]+|(?:{HEX})-\d+")  # the files of a cache
+ALIVE, UNFINISHED, FETCH_LOCK = "alive", "new-", "turn-"  # names that older processes of the node know
+OURS = re.compile(rf"{ALIVE}|{UNFINISHED}\w+|{FETCH_LOCK}[\d-]+|(?:{HEX})-\d+")  # the files of a cache
 ENTER_COUNT_MAX, ENTER_PAUSE_S = 100, 0.01  # a cache that is being cleared away is gone within a second
 
 
@@ -200,7 +200,7 @@ def _files(directory: Path) -> list[tuple[int, int, Path]]:
     for entry in os.scandir(directory):
         path = Path(entry.path)
         with contextlib.suppress(OSError):  # another process removed it
-            if entry.name == ALIVE or entry.name.startswith(TURN):
+            if entry.name == ALIVE or entry.name.startswith(FETCH_LOCK):
                 continue
             if entry.name.startswith(UNFINISHED):
                 _remove_if_dead(path)

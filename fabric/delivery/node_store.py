@@ -3,7 +3,7 @@
 - Found chunks were verified; fetched ones are verified before the node sees them. A chunk that is corrupt in the broker
   itself is handed on as it is, and not kept: the reader reports it.
 - One process fetches a version at a time (see fetch lock below), the others take the files as they appear. The kernel
-  gives the turn to the next process when its owner dies. One process may pass an owner that shows neither a chunk nor a
+  gives the lock to the next process when its owner dies. One process may pass an owner that shows neither a chunk nor a
   beat for stall_s. An owner beats while it fetches, for as long as a piece may take (RelayOptions.piece_s).
 - Chunks of a collective are kept by this process until they are live, as nobody else may have them, and lie in the
   cache like any other chunk.
@@ -31,7 +31,7 @@ from ..contract.clock import Clock, SystemClock
 from ..format.manifest import Damage, Head, Holder, WeightManifest, pieces
 from ..ports.weights import DAMAGE_TTL_S, Range, WeightStore
 from ..rules.weights.chain import Link
-from .node_cache import TURN, ChunkCache, ChunkName, chunk_name
+from .node_cache import FETCH_LOCK, ChunkCache, ChunkName, chunk_name
 from .relay_options import RelayOptions
 from .relay_parents import Parents
 
@@ -222,15 +222,15 @@ class RelayedStore(PassingStore):
             await asyncio.to_thread(self._cache.close)
 
     async def _complete(self, cache: ChunkCache, manifest: WeightManifest, indices: Sequence[int]) -> Found:
-        """Get all of `indices`: from the cache, from the process that is fetching, or fetched in our turn."""
+        """Get all of `indices`: from the cache, from the process that is fetching, or fetched by us."""
         names = {index: chunk_name(manifest, index) for index in indices}
         found: Found = dict(await asyncio.to_thread(_read, cache, names))
         patience = _Patience(self._clock, self._options.stall_s)
         while missing := {index: name for index, name in names.items() if index not in found}:
-            turn = None if patience.is_out else self._take_turn(cache, manifest)
-            if not isinstance(turn, Owner):
-                async with self._beating(turn, found):
-                    # The owner before us may have finished between our look and our turn.
+            lock = None if patience.is_out else self._take_lock(cache, manifest)
+            if not isinstance(lock, Owner):
+                async with self._beating(lock, found):
+                    # The owner before us may have finished between our look and our lock.
                     found.update(await asyncio.to_thread(_read, cache, missing))
                     await self._fetch(manifest, [index for index in missing if index not in found], found)
                 break
@@ -238,46 +238,46 @@ class RelayedStore(PassingStore):
             if appeared:
                 patience.renew()
                 found.update(await asyncio.to_thread(_read, cache, appeared))
-            elif patience.has_stalled(turn):
-                self._pass(manifest, turn.token)
+            elif patience.has_stalled(lock):
+                self._pass(manifest, lock.token)
             else:
                 await self._clock.sleep(self._options.poll_s)
         return found
 
     @asynccontextmanager
-    async def _beating(self, turn: Turn | None, found: Found) -> AsyncIterator[None]:
-        """Have the turn, and beat for as long as chunks come."""
-        if turn is None:
+    async def _beating(self, lock: FetchLock | None, found: Found) -> AsyncIterator[None]:
+        """Hold the lock, and beat for as long as chunks come."""
+        if lock is None:
             yield
             return
-        beating = asyncio.create_task(self._beat(turn, found))
+        beating = asyncio.create_task(self._beat(lock, found))
         try:
             yield
         finally:
             beating.cancel()
-            turn.release()
+            lock.release()
 
-    async def _beat(self, turn: Turn, found: Found) -> None:
+    async def _beat(self, lock: FetchLock, found: Found) -> None:
         pause_s = self._options.stall_s / 4
         count, left_s = len(found), self._options.piece_s
         while left_s > 0:
             await asyncio.sleep(pause_s)  # not the clock's sleep: a loop that stands still must not beat
-            turn.beat()
+            lock.beat()
             left_s = self._options.piece_s if len(found) > count else left_s - pause_s
             count = len(found)
 
-    def _take_turn(self, cache: ChunkCache, manifest: WeightManifest) -> Turn | Owner | None:
-        """Return a turn, or its owner; None if nobody can keep turns here."""
+    def _take_lock(self, cache: ChunkCache, manifest: WeightManifest) -> FetchLock | Owner | None:
+        """Return the lock, or its owner; None if nobody can keep locks here."""
         link = manifest.link
         try:
             key = f"{manifest.run_id} {link.version} {link.kind} {link.epoch}"
-            return take_turn(cache.directory, key, self._stalled)
+            return take_fetch_lock(cache.directory, key, self._stalled)
         except OSError as error:
-            log.warning("relay.no_turns", extra={"run_id": manifest.run_id, "error": str(error)})
+            log.warning("relay.no_fetch_lock", extra={"run_id": manifest.run_id, "error": str(error)})
             return None
 
     def _pass(self, manifest: WeightManifest, token: bytes) -> None:
-        """Stop waiting for the owner of a turn."""
+        """Stop waiting for the owner of a fetch lock."""
         log.warning("relay.owner_stalled", extra={"run_id": manifest.run_id, "policy_version": manifest.version})
         self._stalled[token] = None
         while len(self._stalled) > STALLED_COUNT_MAX:
@@ -359,26 +359,26 @@ def _keep(cache: ChunkCache, name: ChunkName, data: bytes) -> None:
 #
 # Locks that say which process fetches for the node; the kernel takes them from the dead.
 #
-# - A turn is an flock on one of a fixed number of files, so nothing has to be cleaned up after a process.
-# - Each turn shows a token of its own, and beats while its owner is at work. A process that has waited too long for a
+# - A lock is an flock on one of a fixed number of files, so nothing has to be cleaned up after a process.
+# - Each lock shows a token of its own, and beats while its owner is at work. A process that has waited too long for a
 #   sign of life calls that token stalled, and may then take the lock behind it; so one process passes a frozen owner,
 #   not all of them.
 # - No call here waits.
 
 
-SLOT_COUNT = 64  # versions that share a slot take turns for nothing, which only costs a moment
+SLOT_COUNT = 64  # versions that share a slot wait for each other for nothing, which only costs a moment
 DEPTH = 4  # so many stalled owners in a row are passed one by one; behind them each process fetches for itself
 TOKEN_BYTES = 8
 
 
 class Owner(NamedTuple):
-    """The owner of a turn. beat_ns: when it gave its last sign of life, by the file's clock."""
+    """The owner of a fetch lock. beat_ns: when it gave its last sign of life, by the file's clock."""
 
     token: bytes
     beat_ns: int
 
 
-class Turn:
+class FetchLock:
     """The right to fetch, until `release`."""
 
     def __init__(self, handle: int) -> None:
@@ -389,12 +389,12 @@ class Turn:
         os.utime(self._handle)
 
     def release(self) -> None:
-        """Let the next process have the turn."""
+        """Let the next process have the lock."""
         os.close(self._handle)
 
 
-def take_turn(directory: Path, key: str, stalled: Collection[bytes]) -> Turn | Owner:
-    """Take the turn to fetch `key`, or return its owner.
+def take_fetch_lock(directory: Path, key: str, stalled: Collection[bytes]) -> FetchLock | Owner:
+    """Take the lock to fetch `key`, or return its owner.
 
     Args:
         directory: of the node's cache.
@@ -408,7 +408,7 @@ def take_turn(directory: Path, key: str, stalled: Collection[bytes]) -> Turn | O
     with contextlib.ExitStack() as held:
         mine: int | None = None
         for depth in range(DEPTH):
-            handle = os.open(directory / f"{TURN}{slot}-{depth}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = os.open(directory / f"{FETCH_LOCK}{slot}-{depth}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             held.callback(os.close, handle)
             if _lock(handle):
                 mine = handle if mine is None else mine
@@ -417,9 +417,9 @@ def take_turn(directory: Path, key: str, stalled: Collection[bytes]) -> Turn | O
             if token not in stalled:  # also when we have a lock: the process that passed a stalled owner is at work
                 return Owner(token, os.fstat(handle).st_mtime_ns)
         if mine is None:
-            raise OSError(f"all {DEPTH} turns of {key!r} are stalled")
+            raise OSError(f"all {DEPTH} fetch locks of {key!r} are stalled")
         os.pwrite(mine, secrets.token_bytes(TOKEN_BYTES), 0)
-        return Turn(os.dup(mine))  # the lock lasts as long as one copy of its handle
+        return FetchLock(os.dup(mine))  # the lock lasts as long as one copy of its handle
 
 
 def _lock(handle: int) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from rollfab.fabric.contract.errors import ConfigError, WireError
 from rollfab.fabric.delivery import node_cache as cache_module
 from rollfab.fabric.delivery.node_cache import ChunkCache, ChunkName, check_chunk_name, open_cache
-from rollfab.fabric.delivery.node_store import DEPTH, Owner, Turn, take_turn
+from rollfab.fabric.delivery.node_store import DEPTH, FetchLock, Owner, take_fetch_lock
 from rollfab.fabric.format.manifest import chunk_digest
 from tests.support.processes.relay_nodes import file_names
 
@@ -219,52 +219,52 @@ def test_a_cache_that_is_taken_away_is_only_empty(directory: Path) -> None:
     cache.close()
 
 
-def test_one_has_the_turn_until_it_lets_go(directory: Path) -> None:
+def test_one_has_the_lock_until_it_lets_go(directory: Path) -> None:
     directory.mkdir()
-    first = take_turn(directory, "v1", [])
-    assert isinstance(first, Turn)
+    first = take_fetch_lock(directory, "v1", [])
+    assert isinstance(first, FetchLock)
 
-    owner = take_turn(directory, "v1", [])
+    owner = take_fetch_lock(directory, "v1", [])
     assert isinstance(owner, Owner)
     first.beat()
-    beaten = take_turn(directory, "v1", [])
+    beaten = take_fetch_lock(directory, "v1", [])
     assert isinstance(beaten, Owner)
     assert (beaten.token, beaten.beat_ns >= owner.beat_ns) == (owner.token, True)
     first.release()
 
-    second = take_turn(directory, "v1", [])
-    assert isinstance(second, Turn)
+    second = take_fetch_lock(directory, "v1", [])
+    assert isinstance(second, FetchLock)
     second.release()
 
 
 def test_a_stalled_owner_is_passed_by_one_and_the_others_wait_for_that_one(directory: Path) -> None:
     directory.mkdir()
-    frozen = take_turn(directory, "v1", [])
-    owner = take_turn(directory, "v1", [])
-    assert isinstance(frozen, Turn) and isinstance(owner, Owner)
+    frozen = take_fetch_lock(directory, "v1", [])
+    owner = take_fetch_lock(directory, "v1", [])
+    assert isinstance(frozen, FetchLock) and isinstance(owner, Owner)
 
-    passing = take_turn(directory, "v1", [owner.token])
-    assert isinstance(passing, Turn)
-    waits_for = take_turn(directory, "v1", [owner.token])
+    passing = take_fetch_lock(directory, "v1", [owner.token])
+    assert isinstance(passing, FetchLock)
+    waits_for = take_fetch_lock(directory, "v1", [owner.token])
 
     assert isinstance(waits_for, Owner) and waits_for.token != owner.token
-    frozen.release()  # it wakes up: its turn is free, but somebody is at work
-    assert take_turn(directory, "v1", []) == waits_for
+    frozen.release()  # it wakes up: its lock is free, but somebody is at work
+    assert take_fetch_lock(directory, "v1", []) == waits_for
     passing.release()
 
 
 def test_behind_too_many_stalled_owners_everybody_fetches(directory: Path) -> None:
     directory.mkdir()
     stalled: list[bytes] = []
-    turns: list[Turn] = []
+    locks: list[FetchLock] = []
     for _ in range(DEPTH):
-        turn = take_turn(directory, "v1", stalled)
-        owner = take_turn(directory, "v1", stalled)
-        assert isinstance(turn, Turn) and isinstance(owner, Owner)
-        turns.append(turn)
+        lock = take_fetch_lock(directory, "v1", stalled)
+        owner = take_fetch_lock(directory, "v1", stalled)
+        assert isinstance(lock, FetchLock) and isinstance(owner, Owner)
+        locks.append(lock)
         stalled.append(owner.token)
 
     with pytest.raises(OSError, match="stalled"):
-        take_turn(directory, "v1", stalled)
-    for turn in turns:
-        turn.release()
+        take_fetch_lock(directory, "v1", stalled)
+    for lock in locks:
+        lock.release()

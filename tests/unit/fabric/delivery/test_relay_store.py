@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollfab.fabric.delivery.node_cache import ChunkCache
-from rollfab.fabric.delivery.node_store import STALL_COUNT_MAX, PassingStore, RelayedStore, Turn, take_turn
+from rollfab.fabric.delivery.node_store import STALL_COUNT_MAX, FetchLock, PassingStore, RelayedStore, take_fetch_lock
 from rollfab.fabric.format.manifest import WeightManifest
 from rollfab.fabric.ports.weights import WeightBoard, WeightStore
 from tests.standin.fabric import StandInFabric
@@ -23,18 +23,19 @@ def broker() -> CountingStore:
     return CountingStore(StandInFabric().weights)
 
 
-def turn_of(cache: ChunkCache, manifest: WeightManifest) -> Turn:
-    """The turn to fetch that version, as another process would take it."""
-    turn = take_turn(cache.directory, f"{manifest.run_id} {manifest.version} {manifest.kind} {manifest.epoch}", [])
-    assert isinstance(turn, Turn)
-    return turn
+def lock_of(cache: ChunkCache, manifest: WeightManifest) -> FetchLock:
+    """The lock to fetch that version, as another process would take it."""
+    key = f"{manifest.run_id} {manifest.version} {manifest.kind} {manifest.epoch}"
+    lock = take_fetch_lock(cache.directory, key, [])
+    assert isinstance(lock, FetchLock)
+    return lock
 
 
 async def test_a_frozen_owner_costs_one_stall_and_no_more(broker: CountingStore, tmp_path: Path) -> None:
     manifest = await Trainer(broker, CHUNK_COUNT).publish(0)
     clock, cache = StepClock(), ChunkCache(tmp_path / "node")
     store = RelayedStore(broker, cache, options=FAST, clock=clock)
-    frozen = turn_of(cache, manifest)
+    frozen = lock_of(cache, manifest)
 
     await store.chunks(manifest, [0, 1, 2])
     first_s = clock.time_s
@@ -50,7 +51,7 @@ async def test_a_frozen_owner_costs_one_stall_and_no_more(broker: CountingStore,
 async def test_chunks_that_appear_renew_the_patience(broker: CountingStore, tmp_path: Path) -> None:
     manifest = await Trainer(broker, CHUNK_COUNT).publish(0)
     clock, cache = StepClock(), ChunkCache(tmp_path / "node")
-    slow_but_alive = turn_of(cache, manifest)
+    slow_but_alive = lock_of(cache, manifest)
     found = await broker.inner.chunks(manifest, range(CHUNK_COUNT))
     unsent = list(range(CHUNK_COUNT))
 
@@ -76,7 +77,7 @@ async def test_an_owner_that_beats_is_not_passed_though_it_brings_nothing_for_lo
 ) -> None:
     manifest = await Trainer(broker, 1).publish(0)
     clock, cache = StepClock(), ChunkCache(tmp_path / "node")
-    owner = turn_of(cache, manifest)
+    owner = lock_of(cache, manifest)
     (data,) = await broker.inner.chunks(manifest, [0])
     assert data is not None
 
@@ -100,11 +101,11 @@ async def test_owners_that_follow_one_another_and_bring_nothing_are_not_waited_f
 ) -> None:
     manifest = await Trainer(broker, CHUNK_COUNT).publish(0)
     clock, cache = StepClock(), ChunkCache(tmp_path / "node")
-    turns = [turn_of(cache, manifest)]
+    locks = [lock_of(cache, manifest)]
 
     def next_owner() -> None:
-        turns.pop().release()
-        turns.append(turn_of(cache, manifest))
+        locks.pop().release()
+        locks.append(lock_of(cache, manifest))
 
     clock.on_sleep = next_owner
     store = RelayedStore(broker, cache, options=FAST, clock=clock)
@@ -112,7 +113,7 @@ async def test_owners_that_follow_one_another_and_bring_nothing_are_not_waited_f
     assert None not in await store.chunks(manifest, [0, 1])
 
     assert clock.time_s <= STALL_COUNT_MAX * FAST.stall_s + 2 * FAST.poll_s
-    turns.pop().release()
+    locks.pop().release()
     await store.close()
 
 
