@@ -62,7 +62,7 @@ class Refused(Exception):
         self.kind = kind
 
 
-class Stage:
+class UserCode:
     """Holds one world at a time, of one factory; or a reward function, and the decoder of its rollouts."""
 
     def __init__(self) -> None:
@@ -629,13 +629,13 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     faulthandler.enable()  # SIGSEGV, and the SIGABRT that a hung process gets, leave a stack on stderr
-    stage = Stage()
+    code = UserCode()
     while True:
         request = receive(channel)
         if request is None:
             os._exit(0)  # the environment's threads do not hold it up
         number = request.get("number")
-        reply = stage.answer(request)
+        reply = code.answer(request)
         if request["call"] == "score" and is_crowded():
             reply["is_used_up"] = True
         send(channel, request["call"], {"number": number}, reply, int(sys.argv[1]))

@@ -59,7 +59,7 @@ class Readiness:
         self._parts = [self._engine]
         self._memory: Activation | None = None
         if memory is not None:
-            words = Words(
+            words = SleepWords(
                 noun="kv_memory",
                 not_asleep="the engine's KV memory was not given back",
                 not_awake="the engine did not get its KV memory again",
@@ -139,7 +139,7 @@ class Sleeps(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class SleepWords:
     """The words of logs and errors."""
 
     noun: str = "engine"
@@ -163,7 +163,7 @@ class Activation:
         clock: Clock,
         *,
         changed: Callable[[], None],
-        words: Words | None = None,
+        words: SleepWords | None = None,
     ) -> None:
         """changed: called when a change begins and when it has ended."""
         self.sleep_ms: int | None = None
@@ -174,7 +174,7 @@ class Activation:
         self._rule = rule
         self._clock = clock
         self._changed = changed
-        self._words = words or Words()
+        self._words = words or SleepWords()
         self._rest = Rest.AWAKE
         self._used_at_s = self._changed_at_s = clock.now_s()
         self._failure_count = 0

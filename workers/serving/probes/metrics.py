@@ -119,7 +119,7 @@ class _Cohort:
 
 
 @dataclass(slots=True)
-class Ledger:
+class ScrapeHistory:
     """Follows a server from one scrape to the next."""
 
     _last: Metrics | None = None

@@ -68,7 +68,7 @@ class End:
         return 1000 * (self.last_token_at_s - self.first_token_at_s) / (self.token_count - 1)
 
 
-class _Page:
+class _ProbePage:
     """An open page. It reads as zeros beyond its end, so that one that was cut short shows no life."""
 
     def __init__(self, handle: int) -> None:
@@ -106,7 +106,7 @@ class ProbeReader:
         self.name = name
         self._path = path
         self._owners = {0, os.getuid()} | ({owner_uid} if owner_uid is not None else set())
-        self._page: _Page | None = None
+        self._page: _ProbePage | None = None
         self._refusal = ""
         self._looked_at_s = -1e9
         self._seen = {at.ARRIVED: 0, at.STEPPED: 0, at.ENDED: 0}
@@ -188,7 +188,7 @@ class ProbeReader:
         self._seen[counter] = count
         return [make(row) for row in self._page.rows(table, first, count - first)] if count > first else []
 
-    def _state(self, page: _Page, header: list[int]) -> ServingState:
+    def _state(self, page: _ProbePage, header: list[int]) -> ServingState:
         seen_at_s = header[at.ALIVE_NS] / 1e9
         if self._last is not None and self._last[0] == _key(header):
             return _seen_again(self._last[1], seen_at_s)
@@ -213,7 +213,7 @@ class ProbeReader:
             return
         self._looked_at_s = now_s
         try:
-            page = _Page(at.opened(self._path))
+            page = _ProbePage(at.opened(self._path))
         except OSError as error:
             self._refusal = _unopened(self._path, error)
             if isinstance(error, FileNotFoundError):
@@ -233,7 +233,7 @@ def _key(header: list[int]) -> tuple[int, int]:
     return header[at.SEQ], header[at.ARRIVED]
 
 
-def _waiting(page: _Page, header: list[int]) -> list[WaitingRequest]:
+def _waiting(page: _ProbePage, header: list[int]) -> list[WaitingRequest]:
     """List the requests that the scheduler has, oldest first; then those on their way to it."""
     rows = page.rows(at.WAITING_ROWS, 0, min(max(0, header[at.WAITING]), at.REQUEST_COUNT_MAX))
     hidden = header[at.WAITING_PREFILL] - sum(row[1] for row in rows)
@@ -262,7 +262,7 @@ def _unopened(path: Path, error: OSError) -> str:
     )
 
 
-def _refusal(path: Path, page: _Page, owners: set[int]) -> str:
+def _refusal(path: Path, page: _ProbePage, owners: set[int]) -> str:
     """Say why a file cannot be believed, and what to do; "" if it can."""
     status, header = page.status, page.header()
     is_file = stat.S_ISREG(status.st_mode)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from ....fabric.contract.clock import SystemClock
 from ....fabric.contract.errors import ConfigError
 from ....fabric.host.network import network_cause
-from .metrics import Ledger, Seen, parse
+from .metrics import ScrapeHistory, Seen, parse
 from .probe_page import ProbeWriter
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class MetricsProbe:
         self._writer = ProbeWriter(path, f"vllm at {url}")
         self._options = options or ScrapeOptions()
         self._clock = SystemClock()
-        self._ledger = Ledger()
+        self._history = ScrapeHistory()
         self._arrived_count = 0
         self._failure_count = 0
         self.failure = "none was scraped yet"  # of the last scrape that brought nothing
@@ -76,7 +76,7 @@ class MetricsProbe:
         metrics = parse(text)
         if metrics is None:
             raise ValueError("it answered without vLLM's metrics")
-        self._write(self._ledger.take(metrics, at_s), at_s)
+        self._write(self._history.take(metrics, at_s), at_s)
         if self._failure_count >= FAILURES_MAX:
             log.info("probe.scraped_again", extra={"host": self._target.host})
         self._failure_count = 0

@@ -250,14 +250,14 @@ class _Careless:
 async def test_a_world_that_answers_with_a_thing_of_python_is_told_so(
     observation: Any, info: Any, says: str, is_own: bool
 ) -> None:
-    stage = process_main.Stage()
-    stage._factory, stage._limits = _Careless, ROW_LIMITS
-    stage.make({"observation": observation, "info": info})
+    code = process_main.UserCode()
+    code._factory, code._limits = _Careless, ROW_LIMITS
+    code.make({"observation": observation, "info": info})
     world = GymEnvironment(_Careless, observation=observation, info=info)
     with pytest.raises((EnvironmentFailed, process_main.Refused), match=f"reset {says}"):
-        stage.reset({}, 1) if is_own else await world.reset({}, 1)
+        code.reset({}, 1) if is_own else await world.reset({}, 1)
     with pytest.raises((EnvironmentFailed, process_main.Refused), match=f"step {says}"):
-        stage.step("") if is_own else await world.step("")
+        code.step("") if is_own else await world.step("")
 
 
 @pytest.mark.parametrize("stated", ["x", None, 1.5, [7], float("inf")])
@@ -265,13 +265,13 @@ async def test_a_world_that_answers_with_a_thing_of_python_is_told_so(
 async def test_a_task_whose_seed_is_none_is_told_and_does_not_stand_as_a_fault_of_its_world(
     stated: Any, kind: str
 ) -> None:
-    stage = process_main.Stage()
-    stage._factory, stage._limits = _Careless, ROW_LIMITS
-    stage.make({"observation": "a", "info": {}})
+    code = process_main.UserCode()
+    code._factory, code._limits = _Careless, ROW_LIMITS
+    code.make({"observation": "a", "info": {}})
     world = FrozenLake() if kind == "frozenlake" else GymEnvironment(_Careless, observation="a", info={})
     says = re.escape(f"the task's seed is {stated!r}, expected a whole number; a task without one is given its")
     with pytest.raises((EnvironmentFailed, process_main.Refused), match=says):
-        stage.reset({"seed": stated}, 1) if kind == "own process" else await world.reset({"seed": stated}, 1)
+        code.reset({"seed": stated}, 1) if kind == "own process" else await world.reset({"seed": stated}, 1)
 
 
 @pytest.mark.parametrize("observation", ["<object object at 0x7f>", 42, np.float32(0.5), {"left": 3}])
@@ -422,8 +422,8 @@ class _Numpy:
     ],
 )
 def test_a_process_says_what_its_world_should_do_instead(world: type, call: str, said: str) -> None:
-    stage = process_main.Stage()
-    stage._factory, stage._limits = world, ROW_LIMITS
-    stage.make({})
+    code = process_main.UserCode()
+    code._factory, code._limits = world, ROW_LIMITS
+    code.make({})
     with pytest.raises(process_main.Refused, match=re.escape(said)):
-        stage.reset({}, 1) if call == "reset" else stage.step("")
+        code.reset({}, 1) if call == "reset" else code.step("")
