@@ -18,7 +18,7 @@ from rollfab.workers.engines.base import GenerationRequest
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.step import scheduler
-from rollfab.workers.engines.vllm.step.scheduler_page import Page
+from rollfab.workers.engines.vllm.step.scheduler_page import SchedulerPage
 from rollfab.workers.serving.device.priority import children_of, threads_named
 from rollfab.workers.serving.guarding.guard import GuardConfig, GuardOrders
 from rollfab.workers.serving.probes.probe_page import ProbeWriter
@@ -271,7 +271,7 @@ def test_a_guard_that_is_shut_is_asked_again_once_serving_goes_on_or_after_a_whi
     monkeypatch.setattr(scheduler, "AGAIN_S", 600.0)
     monkeypatch.setattr(scheduler, "TELL_S", 600.0)  # nobody else looks
     config = GuardConfig(probe=str(tmp_path / "page"), slo_ttft_ms=5000.0, slo_tpot_ms=500.0)
-    page = Page.create()
+    page = SchedulerPage.create()
     page.guard_from_now()
     page.order(GuardOrders(is_lent=True))
     try:

@@ -19,7 +19,7 @@ from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.inplace import packing
 from rollfab.workers.engines.vllm.local import LocalDoor
-from rollfab.workers.engines.vllm.step.scheduler_page import Page
+from rollfab.workers.engines.vllm.step.scheduler_page import SchedulerPage
 from tests.support.weights.engine_sides import catch
 from tests.vllm.attached.checkpoints import random_tensors, write_checkpoint, write_config
 
@@ -213,13 +213,14 @@ def name_of(pid: int) -> str:
 def test_the_page_carries_limits_one_way_and_signs_of_life_the_other() -> None:
     from rollfab.workers.engines.base import EngineLimits
 
-    mine = Page.create()
-    theirs = Page(mine.path)
+    mine = SchedulerPage.create()
+    theirs = SchedulerPage(mine.path)
     assert theirs.limits() == EngineLimits()
     mine.set_limits(EngineLimits(running_count=0, step_tokens=7))
     assert theirs.limits() == EngineLimits(running_count=0, step_tokens=7)
     mine.hold(True)
     assert theirs.words[3] == 1
     theirs.words[[8, 9, 10]] = [5, 2, 250_000]
-    assert (mine.pulse().step_count, mine.pulse().running_count, mine.pulse().kv_used_fraction) == (5, 2, 0.25)
+    signs = mine.life_signs()
+    assert (signs.step_count, signs.running_count, signs.kv_used_fraction) == (5, 2, 0.25)
     mine.close()

@@ -27,7 +27,7 @@ from rollfab.fabric.contract.errors import FabricError
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.model.presets import is_preset
 from rollfab.fabric.rules.serving.facts import Slo
-from rollfab.workers.engines.vllm.step.scheduler_page import STEP_AT_NS, STEPS, Page
+from rollfab.workers.engines.vllm.step.scheduler_page import STEP_AT_NS, STEPS, SchedulerPage
 from rollfab.workers.serving.wiring import lock_path_of
 
 from ..engine.offline import write_checkpoint
@@ -205,11 +205,11 @@ class Pair:
             put(self.pid("controller"), "controller", self._cores)
 
     @staticmethod
-    def _find_page(pid: int) -> Page:
+    def _find_page(pid: int) -> SchedulerPage:
         for handle in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 if PAGE_NAME in os.readlink(handle):
-                    return Page(handle)
+                    return SchedulerPage(handle)
         raise FabricError(f"process {pid} has no page that limits a scheduler")
 
     def guard_text(self) -> dict[str, Any]:

@@ -142,13 +142,13 @@ async def test_tokens_come_in_pieces_and_are_the_same(
     # Given a server whose pace is known, and is quick enough whatever else this machine does
     monkeypatch.setattr(pieces, "PIECE_S", 60.0)
     await tell(door, new_ask("pace", 60))
-    count = door.pulse().step_count
+    count = door.life_signs().step_count
     # When 60 tokens are asked for
     ask = new_ask("pieces", 60, temperature=1.0, seed=7)
     told = await tell(door, ask)
     # Then they are those that come of it asked directly, in no more pieces than 1 + 16 + 16 + 16 + 11
     assert (told.token_ids, told.logprobs) == await asked_directly(server, str(model), ask)
-    assert len(told.token_ids) == 60 and door.pulse().step_count - count <= 5
+    assert len(told.token_ids) == 60 and door.life_signs().step_count - count <= 5
 
 
 async def asked_directly(server: Server, model: str, ask: Ask) -> tuple[list[int], list[float]]:
@@ -247,7 +247,7 @@ async def test_nothing_is_streamed_while_held_and_the_rest_is_as_never_held(door
         await is_idle(server)
         await asyncio.sleep(0.05)
         assert counts == [len(each.token_ids) for each in held] and not late.done()
-        assert door.pulse().running_count == 0
+        assert door.life_signs().running_count == 0
         await door.release()
         assert (await late).token_ids == full.token_ids[:3]
     for each in await asyncio.gather(*tasks):
@@ -279,16 +279,16 @@ async def test_limits_keep_the_oldest_running_and_the_others_go_on_later(door: S
     prompt = list(range(5, 75))
     full = await tell(door, new_ask("full", 60, prompt))
     told, tasks = await begun(door, *(new_ask(f"{i}", 60, prompt) for i in range(3)), stops_at=5)
-    assert door.pulse().running_count == 3
+    assert door.life_signs().running_count == 3
     counts = [len(each.token_ids) for each in told]
     door.set_limits(EngineLimits(running_count=1))
     for each in told:
         each.go_on(stops_at=50)
     await told[0].has_stopped.wait()
-    assert door.pulse().running_count == 1
+    assert door.life_signs().running_count == 1
     assert [len(each.token_ids) for each in told[1:]] == counts[1:]
     door.set_limits(EngineLimits(step_tokens=0))
-    assert door.pulse().running_count == 0
+    assert door.life_signs().running_count == 0
     door.set_limits(EngineLimits(kv_tokens=len(prompt) + 60))  # room for one
     told[0].go_on()
     await told[1].has_stopped.wait()

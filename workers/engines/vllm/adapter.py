@@ -53,7 +53,7 @@ def adapter_layout(base: Layout, targets: Sequence[str], rank: int) -> Layout:
 
 
 class AdapterDoor(LocalDoor):
-    """A vLLM of our own whose weights are a LoRA adapter. See door.Door."""
+    """A vLLM of our own whose weights are a LoRA adapter. See common/backend.py, Door."""
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)

@@ -354,20 +354,20 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         self._check()
-        pulse = self._door.pulse()
+        signs = self._door.life_signs()
         is_limited_to_none = 0 in (self._limits.running_count, self._limits.step_tokens)
-        running_count = min(pulse.running_count, len(self._open) - len(self._ended))
+        running_count = min(signs.running_count, len(self._open) - len(self._ended))
         return EngineStats(
             running_count=running_count,
             waiting_count=len(self._open) - len(self._ended) - running_count,
-            kv_used_fraction=pulse.kv_used_fraction,
-            step_count=pulse.step_count,
+            kv_used_fraction=signs.kv_used_fraction,
+            step_count=signs.step_count,
             token_count=self._token_count,
             active_version=self._version,
             paused_by=self._holding.reasons + (NO_TOKENS if is_limited_to_none else ()),
             prompt_token_count=self._prompt_token_count,
             cached_token_count=self._cached_token_count,
-            kv_capacity_tokens=pulse.kv_capacity_tokens,
+            kv_capacity_tokens=signs.kv_capacity_tokens,
         )
 
     # ---- weights

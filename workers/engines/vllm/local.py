@@ -37,7 +37,7 @@ from ...serving.guarding.guard import GuardOrders
 from ..base import EngineLimits, TurnsAtCommit, Writes
 from ..seeds import resumed_seed
 from .common.arena import Mirror, pack, posted
-from .common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
+from .common.backend import Abilities, Ask, Chunk, LifeSigns, ModelFacts
 from .common.beside import CANNOT, made_sides, prompt_sides
 from .common.environment import installed_version, prepare_environment
 from .common.logs import cause_of, output_into
@@ -46,7 +46,7 @@ from .common.pieces import Pace, piece_tokens
 from .common.shared import aside
 from .images import prompt_of
 from .plugin import children_die_with_us, register
-from .step.scheduler_page import Page
+from .step.scheduler_page import SchedulerPage
 
 if TYPE_CHECKING:
     from .common.config import VllmConfig
@@ -76,13 +76,13 @@ class _Vllm:
 
 
 class LocalDoor:
-    """See door.Door for what each method promises."""
+    """See common/backend.py, Door, for what each method promises."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
         self._vllm: _Vllm | None = None
         self._facts: ModelFacts | None = None
-        self._page: Page | None = None
+        self._page: SchedulerPage | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._commit_count = 0  # after which prefixes were to be forgotten
         self._token_s: float | None = None  # time per token, as some request showed last
@@ -93,7 +93,7 @@ class LocalDoor:
         return self._facts
 
     @property
-    def page(self) -> Page:
+    def page(self) -> SchedulerPage:
         """The words that limit the scheduler, and that it tells of itself by."""
         assert self._page is not None, "the door is not open"
         return self._page
@@ -123,7 +123,7 @@ class LocalDoor:
         os.environ.pop(PROBE, None)  # set for the serving team's engine: ours must not write over its page
         if self._is_mps_client:
             os.environ[MPS] = "1"
-        self._page = Page.create()
+        self._page = SchedulerPage.create()
         with translated(self._config.log_path, "vLLM could not start"):
             with output_into(self._config.log_path), children_die_with_us(), naming_damage(Path(self._config.model)):
                 self._start()
@@ -340,8 +340,8 @@ class LocalDoor:
     def set_limits(self, limits: EngineLimits) -> None:
         self.page.set_limits(limits)
 
-    def pulse(self) -> Pulse:
-        return self.page.pulse()
+    def life_signs(self) -> LifeSigns:
+        return self.page.life_signs()
 
     def guard_from_now(self) -> None:
         self.page.guard_from_now()

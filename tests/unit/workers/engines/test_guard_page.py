@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollfab.fabric.contract.errors import ConfigError
-from rollfab.workers.engines.vllm.step.scheduler_page import Page
+from rollfab.workers.engines.vllm.step.scheduler_page import SchedulerPage
 from rollfab.workers.serving.device.priority import YieldingThread
 from rollfab.workers.serving.guarding.guard import GuardOrders
 from rollfab.workers.serving.probes.probe_page import ProbeWriter
@@ -29,15 +29,15 @@ from tests.support.until import wait_until
     ],
 )
 def test_orders_arrive_as_they_were_given_with_their_end(orders: GuardOrders) -> None:
-    page = Page.create()
+    page = SchedulerPage.create()
     page.order(orders)
 
-    assert Page(page.path).orders() == orders
+    assert SchedulerPage(page.path).orders() == orders
     page.close()
 
 
 def test_a_new_page_lends_nothing() -> None:
-    page = Page.create()
+    page = SchedulerPage.create()
 
     assert page.orders() == GuardOrders(is_lent=False, until_s=math.inf)
     assert page.said() is None
@@ -45,8 +45,8 @@ def test_a_new_page_lends_nothing() -> None:
 
 
 def test_words_of_the_guard_arrive_whole() -> None:
-    page = Page.create()
-    other = Page(page.path)
+    page = SchedulerPage.create()
+    other = SchedulerPage(page.path)
 
     other.say(b"first and long")
     assert page.said() == b"first and long"

@@ -28,7 +28,7 @@ from rollfab.workers.engines.vllm.attached.backend import CANNOT as SERVER_CANNO
 from rollfab.workers.engines.vllm.attached.model import ServedModel
 from rollfab.workers.engines.vllm.attached.weights import ReloadedWeights, find_weights
 from rollfab.workers.engines.vllm.common.arena import Mirror
-from rollfab.workers.engines.vllm.common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
+from rollfab.workers.engines.vllm.common.backend import Abilities, Ask, Chunk, LifeSigns, ModelFacts
 from rollfab.workers.engines.vllm.common.config import VllmConfig
 from rollfab.workers.engines.vllm.engine import VllmEngine
 from rollfab.workers.engines.vllm.images import Eyes
@@ -98,8 +98,8 @@ class PlayedDoor:
     def set_limits(self, limits: EngineLimits) -> None:
         pass
 
-    def pulse(self) -> Pulse:
-        return Pulse(step_count=0, running_count=1, kv_used_fraction=0.0)
+    def life_signs(self) -> LifeSigns:
+        return LifeSigns(step_count=0, running_count=1, kv_used_fraction=0.0)
 
     def guard_from_now(self) -> None:
         pass

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from rollfab.fabric.contract.errors import EngineError
 from rollfab.fabric.contract.records import Sampling
-from rollfab.workers.engines.vllm.attached.admission import Turns
+from rollfab.workers.engines.vllm.attached.admission import ServerRequests
 from rollfab.workers.engines.vllm.attached.client import Client, Reply
 from rollfab.workers.engines.vllm.attached.routes import (
     CompletionsRoute,
@@ -106,7 +106,7 @@ async def streaming(directory: Path) -> AsyncIterator[tuple[Streams, PlayedServe
     await runner.setup()
     await web.UnixSite(runner, str(directory / "vllm.sock")).start()
     client = Client(f"unix://{directory}/vllm.sock", None)
-    streams = Streams(client, CompletionsRoute("m"), Turns(4))
+    streams = Streams(client, CompletionsRoute("m"), ServerRequests(4))
     try:
         yield streams, server
     finally:
@@ -214,7 +214,7 @@ async def test_a_server_that_names_no_ids_is_not_asked_for_likeliest_tokens_ther
 
 async def test_likeliest_tokens_are_asked_for_by_the_route_that_tells_all_of_them() -> None:
     telling, plain = CompletionsRoute("m"), GenerateRoute(logprob_count_max=4)
-    streams = Streams(Client("http://127.0.0.1:9", None), plain, Turns(4), telling)
+    streams = Streams(Client("http://127.0.0.1:9", None), plain, ServerRequests(4), telling)
     try:
         for count, route in ((0, plain), (4, plain), (5, telling)):
             ask = Ask(request_id="r", input_ids=[1], token_count_max=5, sampling=Sampling(logprobs=count))

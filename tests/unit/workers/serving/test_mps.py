@@ -23,7 +23,7 @@ from rollfab.fabric.contract.errors import ConfigError
 from rollfab.workers.engines.transformers.engine import TransformersConfig, TransformersEngine
 from rollfab.workers.engines.vllm import local
 from rollfab.workers.engines.vllm.common.config import VllmConfig
-from rollfab.workers.engines.vllm.step.scheduler_page import Page
+from rollfab.workers.engines.vllm.step.scheduler_page import SchedulerPage
 from rollfab.workers.serving.device.mps import MpsOptions, check_serving, take_off
 from rollfab.workers.serving.guarding.guard import GuardConfig
 from rollfab.workers.serving.options import ServingOptions, check_serving_options
@@ -196,7 +196,7 @@ async def test_a_worker_looks_at_serving_s_engine_before_its_own_starts(
 class Core:
     """Fake vLLM: notes the order in which it is ended. sound: it does what it is told."""
 
-    def __init__(self, page: Page, pid: int, *, sound: bool) -> None:
+    def __init__(self, page: SchedulerPage, pid: int, *, sound: bool) -> None:
         self.done: list[str] = []
         self._page, self._sound = page, sound
         self.engine_core = self
@@ -215,7 +215,7 @@ class Core:
 def door_of(is_mps_client: bool) -> local.LocalDoor:
     guard = GuardConfig(probe="page", slo_ttft_ms=1.0, slo_tpot_ms=1.0, is_mps_client=is_mps_client)
     door = local.LocalDoor(VllmConfig(guard=guard))
-    door._page = Page.create()
+    door._page = SchedulerPage.create()
     return door
 
 

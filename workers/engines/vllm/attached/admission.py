@@ -17,7 +17,7 @@ from .client import Attempt
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class ServerRequest:
     """A request. made: tokens so far. attempt: what runs for it at the server, if anything does."""
 
     ask: Ask
@@ -44,12 +44,12 @@ class Turn:
         self.may_go_on.set()
 
 
-class Turns:
+class ServerRequests:
     """All open requests, oldest first. slot_count: most that run at once."""
 
     def __init__(self, slot_count: int) -> None:
         self._slot_count = slot_count
-        self._turns: dict[str, Turn] = {}
+        self._requests: dict[str, ServerRequest] = {}
         self._limits = EngineLimits()
         self._is_held = False
         self._is_over = False
@@ -57,33 +57,33 @@ class Turns:
     @property
     def running_count(self) -> int:
         """Requests that run at the server."""
-        return sum(turn.attempt is not None for turn in self._turns.values())
+        return sum(request.attempt is not None for request in self._requests.values())
 
-    def add(self, ask: Ask) -> Turn:
+    def add(self, ask: Ask) -> ServerRequest:
         """Add a request, as the youngest."""
-        turn = self._turns[ask.request_id] = Turn(ask)
+        request = self._requests[ask.request_id] = ServerRequest(ask)
         self._arrange()
-        return turn
+        return request
 
-    def remove(self, turn: Turn) -> None:
+    def remove(self, request: ServerRequest) -> None:
         """Remove a request that has ended, or that nobody wants any more."""
-        turn.stop()
-        if self._turns.get(turn.ask.request_id) is turn:
-            del self._turns[turn.ask.request_id]
+        request.stop()
+        if self._requests.get(request.ask.request_id) is request:
+            del self._requests[request.ask.request_id]
             self._arrange()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests: they make no more tokens."""
-        for turn in [self._turns[name] for name in request_ids if name in self._turns]:
-            turn.is_aborted = True
-            turn.wake()
+        for request in [self._requests[name] for name in request_ids if name in self._requests]:
+            request.is_aborted = True
+            request.wake()
         self._arrange()
 
     def wake_all(self) -> None:
         """Wake every request because the server is gone: each finds out, and nothing waits any more."""
         self._is_over = True
-        for turn in list(self._turns.values()):
-            turn.wake()
+        for request in list(self._requests.values()):
+            request.wake()
 
     def hold(self, is_held: bool) -> None:
         """Have all requests wait, or go on."""
@@ -98,20 +98,20 @@ class Turns:
     def _arrange(self) -> None:
         if self._is_over:
             return
-        turns = [turn for turn in self._turns.values() if not turn.is_aborted]
+        requests = [request for request in self._requests.values() if not request.is_aborted]
         running_max = self._running_max()
-        kv_tokens = sum(turn.kv_tokens for turn in turns if turn.attempt is not None)
+        kv_tokens = sum(request.kv_tokens for request in requests if request.attempt is not None)
         is_full = False
-        for index, turn in enumerate(turns):
+        for index, request in enumerate(requests):
             if index >= running_max:
-                turn.stop()
-            elif turn.attempt is None:
-                kv_tokens += turn.kv_tokens
+                request.stop()
+            elif request.attempt is None:
+                kv_tokens += request.kv_tokens
                 is_full = is_full or (self._limits.kv_tokens is not None and kv_tokens > self._limits.kv_tokens)
                 if is_full:
-                    turn.stop()
+                    request.stop()
                 else:
-                    turn.may_go_on.set()
+                    request.may_go_on.set()
 
     def _running_max(self) -> int:
         if self._is_held or self._limits.step_tokens == 0:

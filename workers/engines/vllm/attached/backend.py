@@ -22,9 +22,9 @@ from .....fabric.contract.sampling import CUTS, GUIDED, PENALTIES
 from ....serving.guarding.guard import GuardOrders
 from ...base import EngineLimits, TurnsAtCommit, Writes
 from ..common.arena import Mirror
-from ..common.backend import Abilities, Ask, Chunk, ModelFacts, Pulse
+from ..common.backend import Abilities, Ask, Chunk, LifeSigns, ModelFacts
 from ..common.beside import CANNOT as UNTOLD
-from .admission import Turns
+from .admission import ServerRequests
 from .client import UNIX, Client
 from .model import ServedModel
 from .routes import PROCESSED, CompletionsRoute, find_logprob_count_max, find_route, reports_processed_logprobs
@@ -77,7 +77,7 @@ class ServerDoor:
         self._client = Client(url, api_key or os.environ.get(API_KEY_VARIABLE))
         self._context_tokens_max = context_tokens_max
         self._model = model
-        self._turns = Turns(slot_count)
+        self._requests = ServerRequests(slot_count)
         self._facts: ModelFacts | None = None
         self._abilities: Abilities | None = None
         self._weights: ServerWeights | None = None
@@ -121,7 +121,7 @@ class ServerDoor:
             notes=(*weights.notes, *self._notes(model, makes_text=isinstance(route, CompletionsRoute))),
             cannot=CANNOT if self._is_processed else CANNOT | dict.fromkeys((*CUTS, *PENALTIES, "logit_bias"), RAW),
         )
-        self._streams = Streams(client, route, self._turns, CompletionsRoute(model.name))
+        self._streams = Streams(client, route, self._requests, CompletionsRoute(model.name))
 
     def _notes(self, model: ServedModel, *, makes_text: bool) -> Iterator[str]:
         if not self._is_processed:
@@ -163,23 +163,23 @@ class ServerDoor:
         return self._open_streams.stream(ask)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        self._turns.abort(request_ids)
+        self._requests.abort(request_ids)
 
     # ---- holding and limits
 
     async def hold(self) -> None:
-        self._turns.hold(True)
+        self._requests.hold(True)
 
     async def release(self) -> None:
-        self._turns.hold(False)
+        self._requests.hold(False)
 
     def set_limits(self, limits: EngineLimits) -> None:
-        self._turns.set_limits(limits)
+        self._requests.set_limits(limits)
 
-    def pulse(self) -> Pulse:
+    def life_signs(self) -> LifeSigns:
         """Return signs of life. step_count: events that brought tokens. kv_used_fraction: 0, as it is not known."""
-        running_count = self._turns.running_count
-        return Pulse(step_count=self._open_streams.event_count, running_count=running_count, kv_used_fraction=0.0)
+        running_count = self._requests.running_count
+        return LifeSigns(step_count=self._open_streams.event_count, running_count=running_count, kv_used_fraction=0.0)
 
     # ---- weights
 

@@ -21,7 +21,7 @@ from .....fabric.contract.errors import EngineError
 from ...seeds import resumed_seed
 from ..common.backend import Ask, Chunk
 from ..common.pieces import Pace, piece_tokens
-from .admission import Turn, Turns
+from .admission import ServerRequest, ServerRequests
 from .client import Attempt, Client
 from .routes import Piece, Route
 
@@ -35,17 +35,17 @@ class Streams:
     """All requests of one door.
 
     Attributes:
-        turns: which of them run.
+        requests: which of them run.
         failure: why no request is taken any more.
         event_count: events that brought tokens.
     """
 
-    def __init__(self, client: Client, route: Route, turns: Turns, telling: Route | None = None) -> None:
+    def __init__(self, client: Client, route: Route, requests: ServerRequests, telling: Route | None = None) -> None:
         """telling: the route for requests with more tokens to tell beside theirs than `route` does; None: the same."""
         self._client = client
         self._route = route
         self._telling = telling or route
-        self.turns = turns
+        self.requests = requests
         self.failure: EngineError | None = None
         self.event_count = 0
         self._loop = asyncio.get_running_loop()
@@ -66,7 +66,7 @@ class Streams:
     def _fail(self, error: EngineError) -> None:
         if self.failure is None:
             self.failure = error
-            self.turns.wake_all()
+            self.requests.wake_all()
 
     async def _watch_health(self) -> None:
         while self.failure is None:
@@ -87,39 +87,39 @@ class Streams:
     async def stream(self, ask: Ask) -> AsyncGenerator[Chunk, None]:
         """Yield the request's chunks until one has a finish_reason."""
         self.check()
-        turn = self.turns.add(ask)
+        request = self.requests.add(ask)
         empty_count = 0
         try:
             while empty_count < EMPTY_MAX:
-                await turn.may_go_on.wait()
+                await request.may_go_on.wait()
                 self.check()
-                if turn.is_aborted:
+                if request.is_aborted:
                     yield Chunk(finish_reason="abort")
                     return
-                made_count = len(turn.made)
-                attempt = turn.attempt = self._attempt(turn)
-                async for chunk in self._chunks(turn, attempt):
-                    turn.made += chunk.token_ids
+                made_count = len(request.made)
+                attempt = request.attempt = self._attempt(request)
+                async for chunk in self._chunks(request, attempt):
+                    request.made += chunk.token_ids
                     yield chunk
                     if chunk.finish_reason:
                         return
-                if turn.attempt is attempt:
-                    turn.attempt = None
-                is_empty = len(turn.made) == made_count and not attempt.is_cut
+                if request.attempt is attempt:
+                    request.attempt = None
+                is_empty = len(request.made) == made_count and not attempt.is_cut
                 empty_count = empty_count + 1 if is_empty else 0
             raise EngineError(
                 f"vLLM server {self._client.url} ends request {ask.request_id!r} without a token: see its log"
             )
         finally:
-            self.turns.remove(turn)
+            self.requests.remove(request)
 
-    def _attempt(self, turn: Turn) -> Attempt:
-        ask, made_count = turn.ask, len(turn.made)
+    def _attempt(self, request: ServerRequest) -> Attempt:
+        ask, made_count = request.ask, len(request.made)
         seed = ask.sampling.seed
         route = self._route_of(ask)
         body = route.body(
             ask,
-            ask.input_ids + turn.made,
+            ask.input_ids + request.made,
             ask.token_count_max - made_count,
             None if seed is None else resumed_seed(seed, ask.prior_count + made_count),
             stream_interval=1 if ask.sampling.stop else piece_tokens(self._token_s),  # stop texts are found on our side
@@ -129,18 +129,18 @@ class Streams:
     def _route_of(self, ask: Ask) -> Route:
         return self._route if ask.sampling.logprobs <= self._route.logprob_count_max else self._telling
 
-    async def _chunks(self, turn: Turn, attempt: Attempt) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, request: ServerRequest, attempt: Attempt) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of an attempt.
 
         It may end without a finish_reason: cut, ended by the server's own will, or lost.
         """
-        is_first = not turn.made
+        is_first = not request.made
         last: Piece | None = None
         cached_token_count = 0
         pace = Pace()
         try:
             async for event in attempt.events():
-                piece = self._piece(event, turn.ask)
+                piece = self._piece(event, request.ask)
                 if piece.cached_token_count is not None:
                     cached_token_count = piece.cached_token_count
                 if piece.token_ids:
@@ -158,7 +158,7 @@ class Streams:
             yield Chunk(
                 token_ids=last.token_ids,
                 logprobs=last.logprobs,
-                finish_reason=_finish_reason(turn, last),
+                finish_reason=_finish_reason(request, last),
                 cached_token_count=cached_token_count if is_first else 0,
                 sides=last.sides,
             )
@@ -185,11 +185,11 @@ class Streams:
         return self.failure is not None
 
 
-def _finish_reason(turn: Turn, last: Piece) -> str:
+def _finish_reason(request: ServerRequest, last: Piece) -> str:
     """Return why the request ended, or "" if it is not over for us."""
-    made_count = len(turn.made) + len(last.token_ids)
-    if last.token_ids and last.token_ids[-1] in turn.ask.stop_ids:
+    made_count = len(request.made) + len(last.token_ids)
+    if last.token_ids and last.token_ids[-1] in request.ask.stop_ids:
         return "stop"
-    if made_count >= turn.ask.token_count_max or last.finish_reason == "length":
+    if made_count >= request.ask.token_count_max or last.finish_reason == "length":
         return "length"
     return ""

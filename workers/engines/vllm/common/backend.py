@@ -93,7 +93,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
+class LifeSigns:
     """Signs of life. step_count: grows with every step that ran a token. running_count: requests in the batch."""
 
     step_count: int
@@ -158,7 +158,7 @@ class Door(Protocol):
         """Set limits that hold from the next step on."""
         ...
 
-    def pulse(self) -> Pulse:
+    def life_signs(self) -> LifeSigns:
         """Return signs of life as of now; costs microseconds."""
         ...
 

@@ -50,7 +50,7 @@ from .scheduler_page import (
     SCHEDULED_TOKENS,
     STEP_AT_NS,
     STEPS,
-    Page,
+    SchedulerPage,
 )
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class _Limited(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = self.vllm_config.additional_config["rollfab"]
-        self._page = Page(Path(options["page"]))
+        self._page = SchedulerPage(Path(options["page"]))
         self._page.words[KV_CAPACITY] = int(self.cache_config.num_gpu_blocks or 0) * int(self.block_size)
         self._own_running_max: int = self.max_num_active_reqs  # type: ignore[has-type]
         self._own_step_tokens_max: int = self.max_num_scheduled_tokens  # type: ignore[has-type]
@@ -191,7 +191,7 @@ def _least(own: int, limit: int | None) -> int:
 class StepGuard:
     """The guard of one scheduler. Its thread and the scheduler's take turns."""
 
-    def __init__(self, page: Page, row: dict[str, Any]) -> None:
+    def __init__(self, page: SchedulerPage, row: dict[str, Any]) -> None:
         config = GuardConfig.of_row(row)
         self._page = page
         reader = ProbeReader(Path(config.probe), config.probe_name, owner_uid=config.probe_owner_uid)

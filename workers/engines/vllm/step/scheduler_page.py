@@ -1,4 +1,4 @@
-"""The page: a few words of shared memory between a worker and the vLLM scheduler that it limits.
+"""The scheduler page: a few words of shared memory between a worker and the vLLM scheduler that it limits.
 
 - Each word has one writer. A write of eight aligned bytes is seen whole by the other side.
 - The worker writes limits, which the scheduler reads at every step: no call, no queue, no lock in between.
@@ -17,7 +17,7 @@ import numpy as np
 
 from ....serving.guarding.guard import GuardOrders
 from ...base import EngineLimits
-from ..common.backend import Pulse
+from ..common.backend import LifeSigns
 from ..common.shared import SharedFile
 
 WORDS = 24
@@ -32,7 +32,7 @@ TEXT_BYTES_MAX = 8192
 SIZE_BYTES = WORDS * 8 + TEXT_BYTES_MAX
 
 
-class Page:
+class SchedulerPage:
     """One mapped page. int64 words; see the constants above."""
 
     def __init__(self, path: Path, file: SharedFile | None = None) -> None:
@@ -43,7 +43,7 @@ class Page:
         self.words = np.frombuffer(self._map, dtype=np.int64, count=WORDS)
 
     @classmethod
-    def create(cls) -> Page:
+    def create(cls) -> SchedulerPage:
         """Make a new page without limits."""
         file = SharedFile("rollfab-page", SIZE_BYTES)
         page = cls(file.path, file)
@@ -111,10 +111,10 @@ class Page:
             step_tokens=None if step < 0 else step,
         )
 
-    def pulse(self) -> Pulse:
+    def life_signs(self) -> LifeSigns:
         """Read what the scheduler does (the worker's side)."""
         words = self.words
-        return Pulse(
+        return LifeSigns(
             step_count=int(words[STEPS]),
             running_count=int(words[RUNNING]),
             kv_used_fraction=int(words[KV_USED_PPM]) / 1e6,
