@@ -165,7 +165,7 @@ def plain_facts(where: str, facts: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found[name] = value.item() if hasattr(value, "item") else value
             dump_json(found[name])
-        except Exception as error:  # of another class's own ways, an array's of many numbers too
+        except Exception as error:  # its class may raise anything when asked; the caller gets it as InputError
             raise InputError(
                 f"{where}: {name} is {type(value).__name__}, expected a number, a text, or what JSON carries", name=name
             ) from error
@@ -290,7 +290,7 @@ def _shown(value: Any) -> str:
     """Write a value for people: as it is, or its beginning."""
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001 - of another class's own ways; or a number of more than 4,300 digits
+    except Exception as error:  # noqa: BLE001 - repr() is foreign code; the caller's message goes on without it
         return f"of type {type(value).__name__}, and cannot be written out ({type(error).__name__})"
     return text if len(text) <= SHOWN_LENGTH_MAX else f"{text[:SHOWN_LENGTH_MAX]}…"
 

@@ -85,7 +85,7 @@ class Checkpoint:
             state: dict[str, Any] = torch.load(self.path, weights_only=True)
             if not {"grpo", "progress"} <= state.keys():
                 raise KeyError("it has no progress of a training")
-        except Exception as error:  # what a damaged file raises depends on where it is damaged
+        except Exception as error:  # a damaged file raises anything; the caller gets it as an error that names the file
             raise self.unreadable(error) from error
         return state
 

@@ -161,7 +161,7 @@ def _add(routes: APIRouter, method: str, path: str, handler: Handler, shape: Sha
     async def told(request: Request) -> Response:
         try:
             return await handler(request)
-        except Exception as error:  # noqa: BLE001  the top of a request: its text would go to the log, with prompts
+        except Exception as error:  # noqa: BLE001 - the call is answered; not logged, as it holds prompts
             problem = problem_of(error, path)
             if (session := getattr(request.state, "session", None)) is not None:
                 session.note_refusal(f"{problem.status} {problem.code}: {problem.message}")

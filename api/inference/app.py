@@ -185,7 +185,7 @@ def _add(routes: APIRouter, methods: tuple[str, ...], path: str, handler: Handle
     async def told(request: Request) -> Response:
         try:
             return await handler(request)
-        except Exception as error:  # noqa: BLE001  the top of a request: its text would go to the log, with prompts
+        except Exception as error:  # noqa: BLE001 - the call is answered; not logged, as it holds prompts
             return problem_answer(problem_of(error, path))
 
     routes.add_route(path, told, methods=list(methods))

@@ -108,7 +108,7 @@ def _read_shipped(text: str, shipped: dict[str, Any], prompt: str, tools: Sequen
             Call(call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False))
             for call in message.get("tool_calls", [])
         ]
-    except Exception:  # noqa: BLE001 - the template is the model's, and the text may be anything: it is content then
+    except Exception:  # noqa: BLE001 - template and text may be anything; the caller takes it for content
         return None
     content = "".join(event["text"] for event in events if event.get("field") == "content" and "text" in event)
     reasoning = next((message[key] for key in ("reasoning_content", "thinking") if message.get(key)), "")

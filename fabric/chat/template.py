@@ -240,7 +240,7 @@ class ChatTemplate:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=answer, **options
             )
-        except Exception as error:  # the template is the model's program and may raise anything
+        except Exception as error:  # the template is the model's program; the caller gets it as InputError
             raise InputError(
                 f"the chat template of {self.name} refuses the messages: {one_line(str(error)) or type(error).__name__}"
             ) from error

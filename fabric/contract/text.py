@@ -75,7 +75,7 @@ def shown(value: Any) -> str:
     brief.maxstring = brief.maxother = SHOWN_MAX
     try:
         text = brief.repr(value)
-    except Exception:  # noqa: BLE001  a number of too many digits, or somebody's own object
+    except Exception:  # noqa: BLE001 - repr() is foreign code; the caller's message goes on with the type
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 

@@ -84,7 +84,7 @@ def load_shown(model: str) -> tuple[Tokenizer | None, str | None]:
         return None, f"token ids only: {error.message}"
     except ImportError:
         return None, "token ids only: the tokenizers library is not installed here: pip install tokenizers"
-    except Exception as error:  # noqa: BLE001  around whatever a library makes of a model's files
+    except Exception as error:  # noqa: BLE001 - a library's, of a model's files: ids are shown without texts
         return None, f"token ids only: {printable(repr(error))[:REASON_LENGTH_MAX]}"
 
 

@@ -183,7 +183,7 @@ class ExportedSpans(Spans):
             batch = [self._waiting.popleft() for _ in range(min(BATCH_COUNT_MAX, len(self._waiting)))]
             try:
                 is_sent = self._exporter.export(self._make.spans(batch)) is self._sent
-            except Exception as error:  # noqa: BLE001 - a library's: it costs these spans, and nothing else
+            except Exception as error:  # noqa: BLE001 - these spans are lost, and the next batch is tried
                 is_sent, self._quiet.reason = False, repr(error)
             if is_sent:
                 self.sent_count += len(batch)

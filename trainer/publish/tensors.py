@@ -231,7 +231,7 @@ def _naming(name: str, tensor: Any) -> Iterator[None]:
         yield
     except FabricError:
         raise
-    except Exception as error:  # a tensor's own class may raise anything
+    except Exception as error:  # a tensor's own class may raise anything; the caller gets it as InputError
         raise InputError(
             f"tensor {name!r} ({type(tensor).__name__}) cannot be read: {type(error).__name__}: {error}", name=name
         ) from error

@@ -683,7 +683,7 @@ class Episode:
             return await (self._in_time(where, work) if self._has_limit else _contain(work))
         except FabricError:
             raise
-        except Exception as error:  # around a user's environment
+        except Exception as error:  # a user's environment: its attempt fails, and the agent goes on
             raise EnvironmentFailed(
                 f"{where} raised {reason_of(error)}", reason=what, traceback=traceback_of(error)
             ) from error

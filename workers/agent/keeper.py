@@ -242,7 +242,7 @@ class _Thread:
             asyncio.run(main())  # noqa: TID251
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # noqa: BLE001 - the top of a thread: the agent raises it
+        except BaseException as error:  # noqa: BLE001 - the thread ends, and the agent raises it at its next look
             self._error = error
 
     def check(self) -> None:

@@ -211,7 +211,7 @@ class Tokenizers:
         while True:
             try:
                 tokenizer = await in_thread(lambda: load_tokenizer(model, may_download=may_download))
-            except Exception as error:  # noqa: BLE001 - around whatever a library makes of what any run names
+            except Exception as error:  # noqa: BLE001 - what any run names: tried again later, other runs go on
                 if key not in self._errors:
                     log.error("agent.run_not_served", extra={"run_id": run_id, "error": reason_of(error)})
                 self._errors[key] = reason_of(error)

@@ -164,7 +164,7 @@ def find_tokenizer(model: str) -> tuple[Tokenizer | None, str]:
     reason = f"model {model!r} has no tokenizer, without which it reads no text: put the tokenizer's files beside it"
     try:
         return load_tokenizer(model, may_download=True), ""
-    except Exception as error:  # noqa: BLE001  around whatever a library makes of a model's files
+    except Exception as error:  # noqa: BLE001 - of a model's files: the caller goes on without, and tells why
         return None, f"{reason} ({printable(repr(error))[:REASON_LENGTH_MAX]})"
 
 

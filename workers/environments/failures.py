@@ -36,7 +36,7 @@ def reason_of(error: BaseException) -> str:
     """Put an error into one bounded, printable text."""
     try:
         text = str(error)[:REASON_LENGTH_MAX]
-    except Exception:  # noqa: BLE001 - user code
+    except Exception:  # noqa: BLE001 - str() of a user's error; the report goes on without its text
         text = "(its text cannot be read)"
     return printable(f"{type(error).__name__}: {text}")[:REASON_LENGTH_MAX]
 

@@ -80,7 +80,7 @@ class UserCode:
             return {"answer": getattr(self, request["call"])(**request["arguments"])}
         except Refused as error:
             return {"error": {"kind": error.kind, "text": str(error)}}
-        except BaseException as error:  # noqa: BLE001 - user code: we report its error, which ends its call alone
+        except BaseException as error:  # noqa: BLE001 - user code: its error ends its call alone
             told = traceback.format_exc()[-TRACEBACK_LENGTH_MAX:]
             return {"error": {"kind": "raised", "text": describe(error), "traceback": told}}
 
@@ -233,7 +233,7 @@ def fit(what: str, row: dict[str, Any], limits: dict[str, int]) -> dict[str, Any
             size = len(told if len(told) > limit else told.encode()) if isinstance(told, str) else 0  # refused later
         except UnicodeEncodeError as error:
             raise Refused("answer", f"{what}: its {name} {verb} no Unicode: {describe(error)}") from error
-        except Exception as error:  # its keys and values are user code
+        except Exception as error:  # keys and values are user code; it ends its call alone, as a refused answer
             advice = "give numbers, texts, lists and dicts; of numpy's values .item() or .tolist()"
             raise Refused("answer", f"{what}: its {name} cannot be sent: {describe(error)}; {advice}") from error
         if size > limit:
@@ -252,7 +252,7 @@ def flag(what: str, name: str, value: Any) -> bool:
     """Return what should be True or False as that; 0, 1 and numpy's are taken. Raises Refused: it is neither."""
     try:
         is_flag = not isinstance(value, str) and bool(value == bool(value))
-    except Exception:  # noqa: BLE001 - of another class's own ways: it is neither
+    except Exception:  # noqa: BLE001 - another class's == may raise anything: it is neither
         is_flag = False
     if not is_flag:
         raise Refused("answer", f"{what}: its {name} is {show(value)}, expected True or False")
@@ -486,7 +486,7 @@ def find_taskset(name: str) -> Any:
     spec.loader.exec_module(plugin)
     try:
         return plugin.taskset(name)
-    except Exception as error:  # the taskset is user code
+    except Exception as error:  # the taskset is user code; it ends its call alone, as a refused load
         raise Refused("load", "taskset " + name + " of verifiers: " + describe(error)) from error
 
 
@@ -553,7 +553,7 @@ def settings(owner: Any) -> dict[str, Any]:
     for name, value in stated.items():
         try:
             json.dumps(value)
-        except Exception as error:  # user code
+        except Exception as error:  # user code; it ends its call alone, as a refused answer
             raise Refused(
                 "answer", f"{name} is {show(value)}, expected plain JSON values: {describe(error)}"
             ) from error
@@ -566,7 +566,7 @@ def describe(error: BaseException) -> str:
         if isinstance(error, Exception):
             return f"{type(error).__name__}: {error}"[:TEXT_LENGTH_MAX]
         return f"RuntimeError: {error!r} left the code that was called"[:TEXT_LENGTH_MAX]
-    except BaseException:  # noqa: BLE001 - its text is user code too
+    except BaseException:  # noqa: BLE001 - str() of a user's error; the report goes on without its text
         return f"{type(error).__name__} (its text cannot be read)"
 
 
@@ -575,7 +575,7 @@ def show(value: Any) -> str:
     try:
         text = repr(value)
         return text if len(text) <= SHOWN_LENGTH_MAX else text[:SHOWN_LENGTH_MAX] + "…"
-    except Exception:  # noqa: BLE001 - user code too
+    except Exception:  # noqa: BLE001 - repr() of a user's value; the report goes on with its type
         return f"a {type(value).__name__} that cannot be shown"
 
 
@@ -610,7 +610,7 @@ def send(channel: int, what: str, head: dict[str, Any], reply: dict[str, Any], b
     """Send a reply to a call, or an error if the reply cannot be sent; the head holds the number of the request."""
     try:
         data = to_json({**head, **reply}).encode("utf-8", "surrogatepass")
-    except Exception as error:  # noqa: BLE001 - its keys and values are user code
+    except Exception as error:  # noqa: BLE001 - its keys and values are user code; the call is told so
         text = f"{what}: its answer cannot be sent: {describe(error)}; give plain JSON values"
         data = json.dumps({**head, "error": {"kind": "answer", "text": text}}).encode()
     if len(data) > bytes_max:

@@ -251,6 +251,6 @@ class _Here:
             self._trace.stop("max_turns")  # as verifiers' own limit: what was said is scored
         except SystemExit as end:
             return ProgramResult(exit_code=int(end.code or 0), stdout="", stderr=traceback.format_exc())
-        except Exception:  # noqa: BLE001 - the top of a program
+        except Exception:  # noqa: BLE001 - the program has failed; its rollout goes on with that
             return ProgramResult(exit_code=1, stdout="", stderr=traceback.format_exc())
         return ProgramResult(exit_code=0, stdout="", stderr="")

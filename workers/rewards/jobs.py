@@ -330,7 +330,7 @@ class RewardWorker:
                 self._serve()  # until we stop, or the broker is away or refuses us
             except RedisError as error:
                 log.warning("rewards.queue_lost", extra={"error": str(translated(error))})
-            except Exception:  # the top of a thread: no row of rq's ends the work
+            except Exception:  # logged, and the thread looks at the queue again after AWAY_S
                 log.exception("rewards.queue_unreadable")
             self._is_stopping.wait(AWAY_S)
 

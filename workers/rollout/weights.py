@@ -441,7 +441,7 @@ class WeightReceiver:
             try:
                 await self.update(self._options.poll_s)
                 self._error = None
-            except Exception as error:  # noqa: BLE001  # no memory, no thread: later there may be
+            except Exception as error:  # noqa: BLE001 - no memory, no thread: told, and tried again after a pause
                 self._error = self._expected(error)
                 log.warning("weights.not_applied", extra={"run_id": self._run_id, "error": str(self._error)})
                 await self._take_part()  # what is missing may be on offer

@@ -82,7 +82,7 @@ class Channel:
             batch.is_sent = True
             try:
                 batch.deliver(await self.ask_alone(batch.commands))
-            except Exception as error:  # noqa: BLE001 - raised again, by each task that waits
+            except Exception as error:  # noqa: BLE001 - each task that waits raises it; the channel goes on
                 batch.fail(error)
 
 

@@ -107,7 +107,7 @@ def serve(line: BufferedRWPair, memory: mmap.mmap) -> None:
             {"broadcast": group.broadcast, "combine": group.combine}[name](byte_count)
             say(line, done=name)
         group.close()
-    except Exception as error:  # noqa: BLE001 - the top of a process
+    except Exception as error:  # noqa: BLE001 - told to the owner, who ends the round; this process ends with it
         say(line, failed=f"{type(error).__name__}: {error}"[:ERROR_CHARS])
 
 

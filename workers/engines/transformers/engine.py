@@ -472,7 +472,7 @@ class LoopThread:
             with self._lock:
                 self._engine_loop = engine_loop
                 self._failure = None
-        except Exception as error:  # noqa: BLE001  the top of a thread: it belongs to whoever awaits start()
+        except Exception as error:  # noqa: BLE001 - the thread ends; whoever awaits start() raises it
             failure = error if isinstance(error, EngineError) else EngineError(f"the engine could not start: {error!r}")
             failure.__cause__ = None if failure is error else error
             self._fail(failure)

@@ -208,7 +208,7 @@ class LocalDoor:
         try:
             async with asyncio.timeout(IDLE_S):
                 await core.pause_scheduler_async(mode="keep", clear_cache=False)  # it waits for every rank's device
-        except Exception as error:  # noqa: BLE001  dead or stuck: it is ended, but not with kernels under way
+        except Exception as error:  # noqa: BLE001 - dead or stuck: its work is taken off, and its end goes on
             pids = [process.pid for process in core.resources.engine_manager.processes]
             ended = await asyncio.to_thread(take_off, pids)
             log.warning("engine.not_idle", extra={"error": repr(error), "taken_off": ended})
@@ -487,7 +487,7 @@ def translated(log_path: Path | None, what: str) -> Iterator[None]:
         yield
     except FabricError:
         raise
-    except Exception as error:  # vLLM raises what it likes
+    except Exception as error:  # vLLM raises what it likes; the caller gets it as EngineError
         raise EngineError(_text(what, log_path, error)) from error
 
 

@@ -55,7 +55,7 @@ def add_probe() -> None:
         from .step.serving_probe import install
 
         install()
-    except Exception as error:  # noqa: BLE001  whatever it is, serving goes on
+    except Exception as error:  # noqa: BLE001 - serving goes on without the probe, and says so once
         _say_once("the probe", error)
 
 

@@ -165,7 +165,7 @@ def _load(model: Any, tensors: Tensors, watch: _Watch) -> None:
     try:
         with torch.no_grad(), watch:
             model.load_weights(named())
-    except Exception as error:  # whatever a model's own loader may raise
+    except Exception as error:  # a model's loader may raise anything; the caller gets it as WeightError
         kind = type(error) if isinstance(error, WeightError) else LayoutMismatch
         raise kind(f"tensor {now} can not be written in place: {str(error) or type(error).__name__}") from error
     finally:

@@ -100,7 +100,7 @@ class RankPart:
             # Mapped now: by the time the thread runs, the asker may have closed the files.
             versions = [MappedVersion(path) for path in order.files]
             parcel = mapped_parcel(order.parcel) if order.parcel else None
-        except Exception as error:  # whatever it is, the others wait for this rank's answer
+        except Exception as error:  # told as this rank's answer, for which the others wait; the worker tries again
             log.warning("weights.part_not_staged", exc_info=True)
             self._fail(order, error)
             return

@@ -108,7 +108,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             check_live(self.model)
             placement = record(self.model, layout, derived_names(self.model))
             rehearse(self.model, placement)
-        except Exception as error:  # the other ranks wait for what this one tells
+        except Exception as error:  # told to the other ranks, which wait for it: all refuse alike
             log.warning("weights.set_up_failed", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
         world = get_world_group()
@@ -140,7 +140,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         problem, finish = "", _nothing
         try:
             finish = self._prepared(self.parse_update_info(update_info))
-        except Exception as error:  # noqa: BLE001  # the other ranks wait for what this one tells
+        except Exception as error:  # noqa: BLE001 - told to the other ranks, which wait for it: all refuse alike
             problem = f"{type(error).__name__}: {error}"
         # Engines of one model that take requests of their own do not stop together: none waits for another
         is_shared = self.parallel_config.data_parallel_size == 1

@@ -67,7 +67,7 @@ def missing_of(touched: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[str
     for module_name, classes in touched.items():
         try:
             module = import_module(module_name)
-        except Exception:  # noqa: BLE001  whatever another version does when it is imported
+        except Exception:  # noqa: BLE001 - it counts as missing, and the look at the others goes on
             missing.append(module_name)
             continue
         for class_name, names in classes.items():
@@ -173,7 +173,7 @@ class _Probes:
             return
         try:
             work()
-        except Exception as error:  # noqa: BLE001  whatever it is, serving goes on
+        except Exception as error:  # noqa: BLE001 - the probe ends and says why; serving goes on
             self._end(error)
 
     def _end(self, error: Exception) -> None:
