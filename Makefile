@@ -37,7 +37,7 @@ TORCH_INDEX ?= $(TORCH_CPU_INDEX)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo demo-vllm up check test test-all test-alone test-fast test-long test-slow test-trl test-verl test-vllm test-vllm-alone \
-  test-vllm-shared sim fuzz bench audit sbom lock lock-vllm lock-audit clean distclean
+  test-vllm-shared sim fuzz bench audit sbom long lock lock-vllm lock-audit clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | grep -v '^help' | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -60,6 +60,11 @@ check: $(VENV)/.dev ## format, lint, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(MAKE) --silent long
+
+long: # a warning, never a failure
+	@find api deploy fabric trainer workers -name '*.py' | xargs wc -l | sort -rn | awk '$$2 != "total" && $$1 > 400 \
+	  { print "warning: " $$2 " has " $$1 " lines: does it hold a second subject? See docs/decisions/0024" }'
 
 test: check ## check, then every test but slow ones: less than twelve minutes on two cores
 	$(PYTEST) tests -m "not slow and not alone" $(ARGS)

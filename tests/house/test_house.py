@@ -27,6 +27,8 @@ FUNCTION_LINE_COUNT_MAX = 70
 INIT_LINE_COUNT_MAX = 40
 LUA_LINE_COUNT_MAX = 60
 FOLDER_FILE_COUNT_MAX = 15
+SMALL_LINE_COUNT = 60
+MODULE_LINE_COUNT_WARNED = 400
 CAUGHT_WORD_COUNT_MIN = 5  # who goes on, or restarts what, takes a sentence
 STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 PARTS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler)
@@ -233,12 +235,41 @@ def test_no_folder_holds_more_than_a_person_takes_in() -> None:
     assert {folder: count for folder, count in folders.items() if count > FOLDER_FILE_COUNT_MAX} == {}
 
 
+def test_a_small_file_with_one_importer_is_a_part_of_it_unless_a_record_says_why() -> None:
+    record = "docs/decisions/0047-a-room-is-a-process-a-folder-a-subject.md"
+    listed = set(re.findall(r"^\| `(\S+\.py)` \| .{8,} \|$", (ROOT / record).read_text(), re.MULTILINE))
+    graph = import_graph()
+    small = set()
+    for path in source_files():
+        if path.suffix == ".py" and path.name != "__init__.py" and path.parts[0] in {*ROOMS, "src"}:
+            name = ".".join(("rollfab", *path.with_suffix("").parts)).replace("rollfab.src.rollfab", "rollfab")
+            is_alone = name in graph.modules and len(graph.find_modules_that_directly_import(name)) == 1
+            small |= {str(path)} if is_alone and line_count(path) < SMALL_LINE_COUNT else set()
+
+    assert small - listed == set(), f"move each into its only importer, or say in {record} why it stands alone"
+    assert listed - small == set(), f"take the rows of these out of {record}: they are gone, longer, or have importers"
+
+
+def test_modules_of_many_lines_are_named_and_refused_nowhere() -> None:
+    done = subprocess.run(["make", "--silent", "long"], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    long = {str(path): line_count(path) for path in room_files(".py") if line_count(path) > MODULE_LINE_COUNT_WARNED}
+    named = {name: int(lines) for name, lines in re.findall(r"^warning: (\S+) has (\d+) lines", done.stdout, re.M)}
+    assert {name: named.get(name) for name in long} == long
+    assert min(named.values(), default=401) > MODULE_LINE_COUNT_WARNED
+
+
 # ---------------------------------------------------------------- circles
+
+
+@cache
+def import_graph() -> grimp.ImportGraph:
+    return grimp.build_graph("rollfab", cache_dir=None)
 
 
 def test_no_import_leads_back() -> None:
     """Neither between modules nor between packages; imports inside functions and for types count."""
-    graph = grimp.build_graph("rollfab", cache_dir=None)
+    graph = import_graph()
     packages = {name.rsplit(".", 1)[0] for name in graph.modules if "." in name}
     modules = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     rooms: dict[str, set[str]] = {}
