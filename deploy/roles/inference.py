@@ -18,6 +18,7 @@ from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, RunUnknown
 from ...fabric.contract.records import RunConfig
 from ...fabric.host.directories import told_below, weights_in
+from ...fabric.host.helpers import serve_together
 from ...fabric.model.presets import context_of, find_model
 from ...fabric.opened import RedisFabric
 from ...fabric.ports.inference import INFERENCE
@@ -64,17 +65,9 @@ async def serve_run(options: GatewayOptions, gateway: GatewayConfig, run_id: str
         elsewhere = Elsewhere(
             open_fabric=partial(RedisFabric.open, options.url, client_name=worker_id), make_ask_reward=lambda: no_reward
         )
-        work = (
-            inference.serve(stop, elsewhere),
-            serve(make_inference(inference, gateway), gateway, stop, on_ready=partial(_say, config)),
-        )
-        tasks = [asyncio.ensure_future(each) for each in work]
+        serving = serve(make_inference(inference, gateway), gateway, stop, on_ready=partial(_say, config))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            stop.set()
-            await asyncio.wait(tasks)  # the server, too: it logs a traceback where its loop ends before it
-            for task in tasks:
-                await task
+            await serve_together(stop, inference.serve(stop, elsewhere), serving)
         finally:
             await run.close()
 

@@ -25,7 +25,7 @@ from ...fabric.contract.clock import SystemClock
 from ...fabric.contract.errors import ConfigError, FabricError
 from ...fabric.contract.records import WorkerInfo
 from ...fabric.contract.text import one_line
-from ...fabric.host.helpers import Helpers, end_all
+from ...fabric.host.helpers import Helpers, end_all, serve_together
 from ...fabric.host.memory import HeldMemory, resident_bytes
 from ...fabric.model.presets import FoundModel, find_model
 from ...fabric.opened import RedisFabric
@@ -300,15 +300,10 @@ def run_gateway(options: GatewayOptions) -> None:
                 takes_what_is_opened=True,
                 spans=spans,
             )
-            work = (
-                worker.run(stop),
-                run(make_gateway(desk, gateway), gateway, stop, on_ready=lambda url: _say(f"model API at {url}v1")),
+            serving = run(
+                make_gateway(desk, gateway), gateway, stop, on_ready=lambda url: _say(f"model API at {url}v1")
             )
-            tasks = [asyncio.ensure_future(each) for each in work]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            stop.set()
-            for task in tasks:
-                await task
+            await serve_together(stop, worker.run(stop), serving)
 
     hide()
     run_until_stopped(serve, options.url)

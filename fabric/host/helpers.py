@@ -20,6 +20,19 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def serve_together(stop: asyncio.Event, *work: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines that end when `stop` is set; the first that ends sets it.
+
+    Raises an error of theirs, when all have ended: a server logs a traceback where its loop ends before it.
+    """
+    tasks = [asyncio.create_task(each) for each in work]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    stop.set()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        task.result()
+
+
 class Helpers:
     """The helpers of one owner: `async with Helpers(self._beat(), self._listen()) as helpers`."""
 

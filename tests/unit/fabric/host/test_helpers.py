@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
-from rollfab.fabric.host.helpers import Helpers
+from rollfab.fabric.host.helpers import Helpers, serve_together
 
 
 async def wait_for_ever() -> None:
@@ -64,4 +65,27 @@ async def test_an_owner_that_only_watches_learns_of_a_failure_at_once_and_else_w
         async with Helpers(wait_for_ever()) as helpers:
             asyncio.get_running_loop().call_soon(stop.set)
             await helpers.watch(stop)
+    assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("error", [None, LookupError("first")])
+async def test_what_is_served_together_stops_with_the_first_that_ends_and_is_waited_for(
+    error: Exception | None,
+) -> None:
+    before, stop, said = asyncio.all_tasks(), asyncio.Event(), list[str]()
+
+    async def first() -> None:
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+
+    async def other() -> None:
+        await stop.wait()
+        await asyncio.sleep(0.01)  # it gives back what it holds
+        said.append("given back")
+
+    async with asyncio.timeout(30):
+        with contextlib.nullcontext() if error is None else pytest.raises(LookupError, match="first"):
+            await serve_together(stop, first(), other())
+    assert said == ["given back"]
     assert asyncio.all_tasks() == before
