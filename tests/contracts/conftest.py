@@ -20,7 +20,7 @@ from rollfab.fabric.queue.scripts import Call, Scripts, keys_of
 from rollfab.fabric.queue.trajectories import RedisTrajectoryQueue
 from rollfab.fabric.queue.turns import RedisTurnQueue
 from tests.standin.broker import Broker, DirectClient
-from tests.standin.tables import RunTables
+from tests.standin.tables import RunTables, copied
 from tests.support.brokers.redis_cluster import RedisCluster, redis_cluster
 
 
@@ -39,6 +39,7 @@ class World:
     set_clock_ahead: Callable[[float], Awaitable[None]]  # somebody sets the broker machine's time, by seconds
     do: Callable[..., Awaitable[Any]]  # a command of somebody who writes there
     view: Callable[[RunConfig], World]  # the same broker with other settings of the run
+    check_integrity: Callable[[], None] = lambda: None  # of all that the broker holds; at a test's end, too
 
 
 @pytest.fixture(autouse=True)
@@ -87,9 +88,21 @@ async def world(request: pytest.FixtureRequest, run: RunConfig) -> AsyncIterator
         run = RunConfig(**{**run.__dict__, "shard_count": 3, "trajectory_count_max": 60})
     client = await empty_broker(request)
     await RedisLeaseBoard(client).create_run(run)
-    yield on_redis(client, run)
-    if request.param == "stand-in":
-        RunTables(client.broker, run.run_id).check_integrity()
+    world = on_redis(client, run)
+
+    def check_integrity() -> None:
+        if request.param == "stand-in":
+            broker = client.broker
+        elif request.param == "redis-cluster":
+            broker = copied(server.url for server in request.getfixturevalue("cluster").primaries)
+        else:
+            broker = copied([request.getfixturevalue("broker_url")])
+        for shard in range(run.shard_count):
+            RunTables(broker, run.run_id, shard).check_integrity()
+
+    world.check_integrity = check_integrity
+    yield world
+    check_integrity()
     await client.aclose()
 
 

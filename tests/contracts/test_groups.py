@@ -1002,3 +1002,16 @@ async def test_a_client_of_a_deleted_run_is_refused_by_one_of_its_name(world: Wo
     await world.again.beat("other", 60.0)
     (delivery,) = await world.again.receive("other", 1, 1.0)
     assert delivery.group.group_id == "g1"
+
+
+@pytest.mark.parametrize("total", ["depth", "bytes"])
+async def test_a_total_that_is_not_that_of_the_groups_would_be_found_at_the_end_of_each_test_here(
+    world: World, total: str
+) -> None:
+    await push(world)
+    world.check_integrity()
+    run = RunShards("r1", world.run.shard_count).of("g1").run
+    await world.do("HINCRBY", run, total, 1)
+    with pytest.raises(AssertionError, match=f"{total} is counted as"):
+        world.check_integrity()
+    await world.do("HINCRBY", run, total, -1)

@@ -7,13 +7,16 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+import redis
 
 from rollfab.fabric.contract.records import WorkerInfo
 from rollfab.fabric.queue import keys as names
 from rollfab.fabric.queue.keys import JobKeys, ShardKeys
 from tests.standin.broker import Broker
-from tests.standin.keyspace import Hash, SortedSet
+from tests.standin.keyspace import Hash, Held, List, SortedSet, Text
 from tests.standin.streams import Stream
 
 
@@ -35,6 +38,32 @@ class Record:
     def read(cls, row: bytes) -> Record:
         state, *numbers, worker = row.decode().split()
         return cls(state, *map(int, numbers), worker)
+
+
+def copied(urls: Iterable[str]) -> Broker:
+    """Copy all keys of real servers into a stand-in, so that its tables show what they hold."""
+    broker = Broker()
+    for url in urls:
+        with redis.Redis.from_url(url, protocol=2) as server:
+            broker.keys.held.update({key: _read(server, key) for key in server.keys("*")})
+    return broker
+
+
+def _read(server: Any, key: bytes) -> Held:
+    kind = server.type(key)
+    if kind == b"hash":
+        return Hash(server.hgetall(key))
+    if kind == b"zset":
+        return SortedSet(server.zrange(key, 0, -1, withscores=True))
+    if kind == b"list":
+        return List(server.lrange(key, 0, -1))
+    if kind == b"string":
+        return Text(server.get(key))
+    assert kind == b"stream", f"{key!r} is a {kind!r}, which the stand-in does not have"
+    stream = Stream()
+    for _, fields in server.xrange(key):
+        stream.add(list(chain.from_iterable(fields.items())), 0)
+    return stream
 
 
 class _Tables:
