@@ -58,6 +58,7 @@ EXPECTED = {
     "MPL-2.0",  # by file: what is changed in such a file is open too; nothing is
     "LGPL-2.1-only",  # pycountry, which vLLM needs; imported, not changed
     "LGPL-3.0-or-later",  # dramatiq, for one bench
+    "GPL-3.0",  # hadolint: a program that a test runs, neither linked nor shipped
     "LicenseRef-NVIDIA-Proprietary",  # CUDA, with PyPI's torch alone
 }
 CLASSIFIER = re.compile(r"License :: (?:OSI Approved :: )?(.+)")

@@ -256,6 +256,31 @@ def test_a_word_that_is_made_up_is_found(place: tuple[str, ...], word: str, valu
     assert len(faults(changed)) == 1
 
 
+def linted(program: str, *words: str) -> tuple[int, str]:
+    """The exit status and the words of a linter of this environment."""
+    done = subprocess.run([Path(sys.executable).parent / program, *words], cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("fault", ["", "    made-up: 1\n", "    cap_drop: ALL\n"])
+def test_compose_fits_the_schema_of_its_specification(tmp_path: Path, fault: str) -> None:
+    text = (ROOT / "deploy" / "compose" / "compose.yaml").read_text("utf-8")
+    path = tmp_path / "compose.yaml"
+    path.write_text(text.replace("  agent:\n", "  agent:\n" + fault), "utf-8")
+    status, said = linted("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(path))
+    assert (status == 0) == (fault == ""), said
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule"), [("", ""), ("\nMAINTAINER nobody\n", "DL4000"), ("\nRUN sudo true\n", "DL3004")]
+)
+def test_the_containerfile_s_linter_finds_nothing(tmp_path: Path, fault: str, rule: str) -> None:
+    path = tmp_path / "Containerfile"
+    path.write_text(CONTAINERFILE.read_text("utf-8") + fault, "utf-8")
+    status, said = linted("hadolint", "--no-color", str(path))
+    assert (status == 0) == (fault == "") and rule in said, said
+
+
 def test_agents_and_rewards_reach_the_broker_alone() -> None:
     for role in FOREIGN:
         [network] = COMPOSE["services"][role]["networks"]
