@@ -718,7 +718,7 @@ class AsyncRun:
             await before.close()
 
     async def is_there(self) -> bool:
-        """Whether the run is still the one that was opened here: it is not deleted, nor made again since."""
+        """Tell whether the run is still the one that was opened here: it is not deleted, nor made again since."""
         return await self._rollouts.is_there()
 
     async def _check(self) -> None:

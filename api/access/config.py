@@ -45,7 +45,7 @@ class ListenConfig:
 
     @property
     def has_keys(self) -> bool:
-        """Whether a login is needed."""
+        """True if a login is needed."""
         return True
 
 
@@ -85,7 +85,7 @@ class ApiConfig(ListenConfig):
 
     @property
     def has_keys(self) -> bool:
-        """Whether a login is needed."""
+        """True if a login is needed."""
         return bool(self.read_keys or self.control_keys)
 
 

@@ -101,12 +101,12 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def is_at_work(self) -> bool:
-        """Whether a whole request is being answered."""
+        """True if a whole request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     @property
     def _is_arriving(self) -> bool:
-        """Whether more of a request must come; where none is under way, keep-alive has a clock of its own."""
+        """True if more of a request must come; where none is under way, keep-alive has a clock of its own."""
         if self.cycle is None or not self.cycle.response_complete:
             return not self.is_at_work
         return self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])

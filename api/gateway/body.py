@@ -49,7 +49,7 @@ class Body:
         self._where = where
 
     def has(self, name: str) -> bool:
-        """Whether a field is there."""
+        """Tell whether a field is there."""
         self._known.add(name)
         return name in self._left
 

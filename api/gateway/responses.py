@@ -108,7 +108,7 @@ def _messages(instructions: str | None, items: Any) -> list[Message]:
 
 
 def _goes_on(last: Message, message: Message) -> bool:
-    """Whether an answer that has come so far may go on so: reasoning, then a text, then calls."""
+    """Tell whether an answer that has come so far may go on so: reasoning, then a text, then calls."""
     order = ("reasoning_content", "content", "tool_calls")
     rank = max(order.index(key) for key in message if key in order)
     reached = max(order.index(key) for key in last if key in order)

@@ -40,7 +40,7 @@ class Futures:
         self._sweep: asyncio.TimerHandle | None = None
 
     def has(self, name: str) -> bool:
-        """Whether there is one of this name."""
+        """Tell whether there is one of this name."""
         return name in self._futures
 
     def begin(self, name: str, work: Coroutine[Any, Any, Response], on_end: Callable[[], None]) -> None:

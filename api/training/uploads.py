@@ -79,7 +79,7 @@ class WeightFiles:
         return found[0] if found else place
 
     def has(self, run_id: str, version: int) -> bool:
-        """Whether anything was uploaded for a version."""
+        """Tell whether anything was uploaded for a version."""
         return self._place(run_id, version).is_dir()
 
     def drop(self, run_id: str, version: int) -> bool:

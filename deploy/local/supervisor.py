@@ -63,7 +63,7 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is alive."""
+        """True if the process is alive."""
         return self.process is not None and self.process.poll() is None
 
     @property

@@ -32,7 +32,7 @@ class Bodies(Protocol):
 
     @property
     def opens_empty(self) -> bool:
-        """Whether the first event of an answer may bring no token."""
+        """True if the first event of an answer may bring no token."""
         ...
 
     def body(self, index: int, arrival: Arrival) -> bytes:

@@ -96,18 +96,18 @@ class Arm:
 
     @property
     def has_bound(self) -> bool:
-        """Whether no step's rollouts can be shorter than what its work, on GPUs as they are, takes at least."""
+        """True if no step's rollouts can be shorter than what its work, on GPUs as they are, takes at least."""
         return not (self.is_ahead or self.is_static or self.is_elsewhere or self.puts_tails_off)
 
     @property
     def can_share(self) -> bool:
-        """Whether it has a rule for several runs: production's plan. Others' rules know one."""
+        """True if it has a rule for several runs: production's plan. Others' rules know one."""
         is_ours = type(self.lender()) in (Nobody, Planned)
         return is_ours and self.places != "routed" and not self.puts_tails_off
 
     @property
     def lends(self) -> bool:
-        """Whether serving GPUs ever run rollouts."""
+        """True if serving GPUs ever run rollouts."""
         return self.lender is not Nobody
 
 

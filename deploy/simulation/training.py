@@ -58,7 +58,7 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are done."""
+        """True if all steps are done."""
         is_left = self.tails is not None and (self.tails.put_off_count or len(self.plans) > len(self.steps))
         return len(self.steps) >= self.step_count and not is_left
 

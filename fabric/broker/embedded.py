@@ -113,7 +113,7 @@ class EmbeddedBroker:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server is alive: False after `stop`, and after a crash of the server."""
+        """True if the server is alive: False after `stop`, and after a crash of the server."""
         if self._process.poll() is None:
             return True
         say_farewell(self._process)
@@ -224,7 +224,7 @@ def _take_lock(directory: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _lives(pid: Any) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Tell whether a process exists and is no zombie."""
     if not isinstance(pid, int) or pid <= 0:
         return False
     try:

@@ -30,7 +30,7 @@ class BrokerFacts:
 
     @property
     def can_confirm_disk(self) -> bool:
-        """Whether it can tell when a write has reached its disk (WAITAOF)."""
+        """True if it can tell when a write has reached its disk (WAITAOF)."""
         return self.is_aof_on and self.version >= VERSION_WAITAOF[self.server_kind]
 
 

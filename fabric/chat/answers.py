@@ -55,7 +55,7 @@ def call_id(seed: str, index: int) -> str:
 
 
 def _is_id(text: str | None) -> bool:
-    """Whether an id that the policy wrote may stand: templates refuse others when it comes back."""
+    """Tell whether an id that the policy wrote may stand: templates refuse others when it comes back."""
     return text is not None and len(text) == CALL_ID_LENGTH and all(letter in ALPHABET for letter in text)
 
 

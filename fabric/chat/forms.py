@@ -117,7 +117,7 @@ def read_answer(form: Form, text: str, schemas: Schemas, tags: tuple[str, str] |
 
 
 def _are_fit(calls: Sequence[Call]) -> bool:
-    """Whether all names are such as messages may have: a client hands them back."""
+    """Tell whether all names are such as messages may have: a client hands them back."""
     return all(0 < len(call.name.encode()) <= NAME_BYTES_MAX for call in calls)
 
 

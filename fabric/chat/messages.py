@@ -120,7 +120,7 @@ def same(recorded: Message, sent: Message) -> bool:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two JSON values are the same; true is not 1, and the order of a dict's keys does not matter."""
+    """Tell whether two JSON values are the same; true is not 1, and the order of a dict's keys does not matter."""
     return canonical(one) == canonical(other)
 
 

@@ -284,7 +284,7 @@ class ChatTemplate:
         return _values
 
     def _is_silent(self, role: str) -> bool:
-        """Whether the template takes messages of a role and writes nothing of them."""
+        """Tell whether the template takes messages of a role and writes nothing of them."""
         message = {"role": role, "content": PROBE_TEXT}
         if role == "tool":
             message["tool_call_id"] = CALL_PROBE["tool_calls"][0]["id"]

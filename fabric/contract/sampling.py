@@ -118,12 +118,12 @@ class Sampling:
 
     @property
     def is_guided(self) -> bool:
-        """Whether a grammar decides which tokens may come."""
+        """True if a grammar decides which tokens may come."""
         return bool(self.guided_json or self.guided_regex or self.guided_tag)
 
     @property
     def keeps_some(self) -> bool:
-        """Whether tokens are cut off, and those that are left recorded: where none is, there is nothing to say."""
+        """True if tokens are cut off, and those that are left recorded: where none is, there is nothing to say."""
         is_cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
         return self.kept_tokens and self.temperature > 0 and is_cut
 
@@ -142,12 +142,12 @@ class Field(NamedTuple):
 
 
 def is_seed(value: Any) -> bool:
-    """Whether `value` is a whole number in [0, 2**63)."""
+    """Tell whether `value` is a whole number in [0, 2**63)."""
     return is_whole(value) and 0 <= value <= SEED_MAX
 
 
 def is_whole(value: Any) -> bool:
-    """Whether `value` is an int, and not a truth value."""
+    """Tell whether `value` is an int, and not a truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -263,7 +263,7 @@ FIELDS: Mapping[str, Field] = {
 
 
 def is_field(name: str, value: Any) -> bool:
-    """Whether a field takes a value; its default is always fine."""
+    """Tell whether a field takes a value; its default is always fine."""
     return FIELDS[name].is_fine(value) or _is_default(name, value)
 
 

@@ -54,7 +54,7 @@ class ChunkName(NamedTuple):
     fast: str = ""
 
     def matches(self, data: bytes | memoryview) -> bool:
-        """Whether `data`, which was proven or came from the broker, is still that chunk."""
+        """Tell whether `data`, which was proven or came from the broker, is still that chunk."""
         is_quick = len(data) == self.size and chunk_digest(data) in (self.fast, self.digest)
         return is_quick or (len(data) == self.size and chunk_hash(data) == self.digest)
 
@@ -126,7 +126,7 @@ class ChunkCache:
         self._alive = _enter(directory)
 
     def has(self, name: ChunkName) -> bool:
-        """Whether a file of that name is there."""
+        """Tell whether a file of that name is there."""
         return self._path(name).exists()
 
     def read(self, name: ChunkName) -> bytes | None:

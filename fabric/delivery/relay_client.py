@@ -62,7 +62,7 @@ class Connection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the other side has not closed it."""
+        """True if the other side has not closed it."""
         return not (self._reader.at_eof() or self._writer.is_closing())
 
     async def ask(self, word: Word, *parts: bytes) -> None:

@@ -19,7 +19,7 @@ class Home:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process."""
+        """True if this is that process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:

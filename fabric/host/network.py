@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 def is_http_url(url: str) -> bool:
-    """Whether this is the address of a server that speaks HTTP: a scheme, a host, and a port that can be."""
+    """Tell whether this is the address of a server that speaks HTTP: a scheme, a host, and a port that can be."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

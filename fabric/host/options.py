@@ -57,7 +57,7 @@ class Described:
 
     @property
     def is_list(self) -> bool:
-        """Whether the option may be given several times."""
+        """True if the option may be given several times."""
         return self.kind.startswith("tuple")
 
     def value_in(self, whole: Any) -> Any:

@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         ...
 
     def is_byte(self, token: int) -> bool:
-        """Whether a token is one byte of a character that the vocabulary lacks: its text depends on its neighbours."""
+        """Tell whether a token is one byte of a character that the vocabulary lacks: its neighbours decide its text."""
         ...
 
     def encode(self, text: str) -> Int32:

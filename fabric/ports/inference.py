@@ -32,7 +32,7 @@ class Pin:
     exact_version: int | None = None
 
     def admits(self, version: int) -> bool:
-        """Whether a token of this version may be in the answer."""
+        """Tell whether a token of this version may be in the answer."""
         if self.exact_version is not None and version != self.exact_version:
             return False
         return self.min_version is None or version >= self.min_version

@@ -89,7 +89,7 @@ class TurnClaim:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether an earlier claim began it."""
+        """True if an earlier claim began it."""
         return self.fence % FENCES_PER_CLAIM > 1
 
 
@@ -267,7 +267,7 @@ class Consumer:
 
     @property
     def is_live(self) -> bool:
-        """Whether it keeps what it holds: it has given a sign of life in its time."""
+        """True if it keeps what it holds: it has given a sign of life in its time."""
         return self.left_s > 0
 
 
@@ -440,7 +440,7 @@ class RolloutStream(Protocol):
         ...
 
     async def is_there(self) -> bool:
-        """Whether the run is still the one that this client began with: it is not deleted, nor made again since."""
+        """Tell whether the run is still the one that this client began with: neither deleted nor made again since."""
         ...
 
     async def pinned(self) -> int | None:

@@ -23,7 +23,7 @@ NAME_LENGTH_MAX = 63
 
 
 def has_varied_rewards(group: Group) -> bool:
-    """Whether the group's rewards differ."""
+    """Tell whether the group's rewards differ."""
     rewards = {rollout.reward for rollout in group.rollouts}
     return len(rewards) > 1
 

@@ -27,7 +27,7 @@ Rows = dict[Region, list[tuple[int, BlockRow, int]]]  # region → (source, row,
 
 
 def may_fold(sources: Sequence[WeightManifest]) -> bool:
-    """Whether the sources follow one another and are cut alike."""
+    """Tell whether the sources follow one another and are cut alike."""
     is_chain = all(left.version == right.base_version for left, right in pairwise(sources))
     return is_chain and len({(item.layout_digest, item.cut_digest) for item in sources}) == 1
 

@@ -46,7 +46,7 @@ async def _one(store: WeightStore, run_id: str, name: Name) -> WeightManifest | 
 
 
 def _is_named(manifest: WeightManifest, run_id: str, name: Name) -> bool:
-    """Whether the manifest has the name asked for: a damaged one would bring its weights under another version."""
+    """Tell whether the manifest has the name asked for: a damaged one would bring its weights under another version."""
     if (manifest.run_id, manifest.version, manifest.kind) == (run_id, *name):
         return True
     _tell(run_id, name, f"it says that it is version {manifest.version} ({manifest.kind}) of {manifest.run_id!r}")

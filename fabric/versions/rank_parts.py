@@ -37,17 +37,17 @@ class ShardSlice(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it is one stretch of both tensors."""
+        """True if it is one stretch of both tensors."""
         is_one = self.region.run_count == 1 or self.stride == self.region.run
         return is_one and self.step == 1 and self.region.is_contiguous
 
     @property
     def is_ascending(self) -> bool:
-        """Whether its elements have the same order in both tensors."""
+        """True if its elements have the same order in both tensors."""
         return self.step > 0 and self.stride > (self.region.run - 1) * self.step
 
     def holds(self, region: Region) -> bool:
-        """Whether this slice is one stretch, and a region of the same tensor lies in it."""
+        """Tell whether this slice is one stretch, and a region of the same tensor lies in it."""
         return self.is_contiguous and self.region.start <= region.start and region.stop <= self.region.stop
 
     def targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -98,11 +98,11 @@ class ShardMap:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether the map is the identity: this rank holds the model as it is."""
+        """Tell whether the map is the identity: this rank holds the model as it is."""
         return self.local == self.layout and self.slices == whole(self.layout).slices
 
     def needs(self, region: Region) -> bool:
-        """Whether a region of the checkpoint holds something of the rank."""
+        """Tell whether a region of the checkpoint holds something of the rank."""
         return any(overlaps(region, one.region) for _, one in self.by_tensor.get(region.tensor, ()))
 
     @property
@@ -166,7 +166,7 @@ def check_regions(layout: Layout, regions: Iterable[Region]) -> None:
 
 
 def _are_apart(parts: Sequence[Region]) -> bool:
-    """Whether regions of one tensor, ascending, have nothing in common."""
+    """Tell whether regions of one tensor, ascending, have nothing in common."""
     if all(region.run_count == 1 for region in parts):
         return all(left.stop <= right.start for left, right in pairwise(parts))
     is_alike = len({(region.stride, region.run_count) for region in parts}) == 1
@@ -176,7 +176,7 @@ def _are_apart(parts: Sequence[Region]) -> bool:
 
 
 def overlaps(left: Region, right: Region) -> bool:
-    """Whether two regions of one tensor have an element in common."""
+    """Tell whether two regions of one tensor have an element in common."""
     if left.stop <= right.start or right.stop <= left.start:
         return False
     if left.run_count == right.run_count == 1:

@@ -220,7 +220,7 @@ class Snapshot:
         return Prepared(manifest, part.chunks, part.changes, place.sums)
 
     def equals(self, other: Mapping[str, Flat], check: Check = no_check) -> bool:
-        """Whether `other` has the same stored bits."""
+        """Tell whether `other` has the same stored bits."""
 
         def is_same(region: Region) -> bool:
             check()
@@ -246,7 +246,7 @@ class Snapshot:
 
 
 def _are_together(old: Flat, new: Flat) -> bool:
-    """Whether both are on one device, where they can be compared."""
+    """Tell whether both are on one device, where they can be compared."""
     return is_on_device(old) and is_on_device(new) and bool(old.device == new.device)
 
 

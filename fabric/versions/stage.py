@@ -314,7 +314,7 @@ class Stage:
         growing.add(taken.positions, taken.values, is_ordered=True)
 
     def _is_near(self, name: str) -> bool:
-        """Whether the values that a block's steps add to can be had without fetching more than that block changes."""
+        """Tell whether the values that a block's steps add to come without fetching more than the block changes."""
         if self._live is None or self._is_keyframe or isinstance(self._live[name], np.ndarray):
             return True
         return self._grown(name).whole is not None

@@ -56,12 +56,12 @@ class Carrier:
 
     @property
     def has_turns(self) -> bool:
-        """Whether it has turns left."""
+        """True if it has turns left."""
         return not self.is_over and self.asked_count < self.claim.turn_count_max
 
     @property
     def is_free(self) -> bool:
-        """Whether a turn can be asked for on it now."""
+        """True if a turn can be asked for on it now."""
         return self.has_turns and self.asking is None
 
 

@@ -95,7 +95,7 @@ class Dialogue:
 
     @property
     def is_brief(self) -> bool:
-        """Whether the context is known, or all that was said is short enough to be rendered and tokenised at once."""
+        """True if the context is known, or all that was said is short enough to be rendered and tokenised at once."""
         return self._ask is not None or self._size <= BRIEF
 
     def state(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class AgentSession:
 
     @property
     def facts(self) -> SessionFacts:
-        """What the client may know."""
+        """Return the facts that the client may know."""
         job = self._claim.job
         return SessionFacts(
             session_id=job.trajectory_id,

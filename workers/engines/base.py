@@ -97,7 +97,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """What runs, with its version, for people: "transformers 5.23.0", "vllm 0.32.0 (cpu)"."""
+        """The program that runs, with its version, for people: "transformers 5.23.0", "vllm 0.32.0 (cpu)"."""
         ...
 
     @property
@@ -185,7 +185,7 @@ class Engine(Protocol):
         ...
 
     async def read_weights(self) -> Mapping[str, Bits]:
-        """As `weight_bits`, but read from where the engine computes with them: what an audit must look at."""
+        """Read bits as `weight_bits` does, but from where the engine computes with them: an audit must look there."""
         ...
 
     async def sleep(self) -> float:
@@ -205,5 +205,5 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """What it does now."""
+        """Tell what it does now."""
         ...

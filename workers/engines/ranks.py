@@ -38,7 +38,7 @@ class Gathering(ChunkSink[None], Protocol):
 
     @property
     def manifests(self) -> Sequence[WeightManifest]:
-        """Of the versions gathered so far."""
+        """The manifests of the versions gathered so far."""
         ...
 
     def close(self) -> None:

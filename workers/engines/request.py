@@ -51,12 +51,12 @@ class Admission:
 
     @property
     def keeps_too_many(self) -> bool:
-        """Whether what is left to draw from is more than a turn may record."""
+        """True if what is left to draw from is more than a turn may record."""
         return self.told is not None and self.told.kept_count > KEPT_ID_COUNT_MAX
 
     @property
     def reads_all(self) -> bool:
-        """Whether all of its prompt has to be read, and nothing of it taken from the prefix cache."""
+        """True if all of its prompt has to be read, and nothing of it taken from the prefix cache."""
         return self.sampling.prompt_logprobs is not None or self.sampling.routed_experts
 
     def begin_anew(self) -> None:
@@ -64,7 +64,7 @@ class Admission:
         self.told = None if RECORDED.isdisjoint(self.asked) else Told(self.sampling, len(self.input_ids))
 
     def find_stop(self, tokens: list[int]) -> bool:
-        """Whether the newest tokens end it by a text; `tokens` end with all that were not looked at."""
+        """Tell whether the newest tokens end it by a text; `tokens` end with all that were not looked at."""
         return self.matcher is not None and self.matcher.feed(tokens) is not None
 
     def begin_version(self, token_count: int, version: int) -> None:
@@ -74,7 +74,7 @@ class Admission:
     def generation(
         self, finish_reason: str, tokens: list[int], logprobs: list[float], error: str | None = None
     ) -> Generation:
-        """What it has made, as it is handed out."""
+        """Return what it has made, as it is handed out."""
         return Generation(
             request_id=self.request_id,
             finish_reason=finish_reason,

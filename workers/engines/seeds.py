@@ -26,7 +26,7 @@ UNIT = 2.0**-53  # a float64 holds 53 bits
 
 
 def uniforms(seeds_N: UInt64, places_N: UInt64) -> NDArray[np.float64]:
-    """One number in [0, 1) per row, float64 (N,): the one of token `place` (from 0) under `seed`.
+    """Draw a number in [0, 1) per row, float64 (N,): that of token `place` (from 0) under `seed`.
 
     It is the top 53 bits of mix(mix(seed) + (place + 1) * GAMMA) over 2**53, in arithmetic modulo 2**64: output
     `place` of a SplitMix64 generator that starts at mix(seed). Mixing the seed first keeps neighbouring seeds, and

@@ -45,7 +45,7 @@ class Moment:
 
     @property
     def work(self) -> StepWork:
-        """What the next step computes, if nothing narrows it: those that decode first, prompts with the rest."""
+        """The work of the next step, if nothing narrows it: those that decode first, prompts with the rest."""
         begun = [each for each in self.requests if not each.is_waiting and each.prefill_tokens == 0]
         decode_count = min(len(begun), self.step_tokens_max)
         prefill_tokens = sum(each.prefill_tokens for each in self.requests)

@@ -97,7 +97,7 @@ class StopMatcher:
         return False
 
     def _is_settled(self) -> bool:
-        """Whether no later token changes the text of the open ones."""
+        """Tell whether no later token changes the text of the open ones."""
         is_whole = not self._open_text.endswith(BROKEN)
         count = len(self._open)
         return (is_whole and (not self._has_bytes or count >= RUN_MAX)) or count >= 2 * RUN_MAX

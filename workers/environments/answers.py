@@ -63,12 +63,12 @@ async def check_step(answer: Any, where: str, *, is_chat: bool) -> Step:
 
 
 def _is_said(answer: Observation | Step) -> bool:
-    """Whether it has a text, and messages that are a list."""
+    """Tell whether it has a text, and messages that are a list."""
     return isinstance(answer.text, str) and _is_list(answer.messages)
 
 
 def _is_list(value: Any) -> bool:
-    """Whether it is what JSON writes as a list, or nothing."""
+    """Tell whether it is what JSON writes as a list, or nothing."""
     return value is None or isinstance(value, list | tuple)
 
 

@@ -39,7 +39,7 @@ class ServingOptions:
 
     @property
     def is_scraped(self) -> bool:
-        """Whether the probe is a server's metrics."""
+        """True if the probe is a server's metrics."""
         return self.probe is not None and "://" in self.probe
 
     @property

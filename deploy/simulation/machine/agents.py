@@ -41,7 +41,7 @@ class Agents:
 
     @property
     def are_dead(self) -> bool:
-        """Whether nobody is there who would take back what others lost."""
+        """True if nobody is there who would take back what others lost."""
         return len(self._dead) == len(self._held)
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:

@@ -60,7 +60,7 @@ class ServingSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether it has a step to do."""
+        """True if it has a step to do."""
         return bool(self.waiting or self.running)
 
     def take(self, now_s: float, prompt: int, completion: int, *, is_seen: bool) -> None:

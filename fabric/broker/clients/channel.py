@@ -109,7 +109,7 @@ class _Batch:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether every task that asked was cancelled."""
+        """True if every task that asked was cancelled."""
         return all(answers.done() for _, answers in self._waiting)
 
     def _leave(self) -> None:

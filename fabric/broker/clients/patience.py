@@ -118,7 +118,7 @@ def pause_s(failure_count: int) -> float:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether trying the same again can help."""
+    """Tell whether trying the same again can help."""
     if isinstance(error, NEVER_PASSING):
         return False
     return not isinstance(error.__cause__ or error.__context__, ssl.SSLError)

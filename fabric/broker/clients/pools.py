@@ -66,7 +66,7 @@ class Pools:
 
     @property
     def is_tls(self) -> bool:
-        """Whether connections are encrypted."""
+        """True if connections are encrypted."""
         return issubclass(self.kind, redis.asyncio.SSLConnection)
 
     def make(

@@ -49,7 +49,7 @@ def slots_of(commands: Sequence[Command]) -> list[int]:
 
 
 def is_blocking(command: Command) -> bool:
-    """Whether it may wait for data."""
+    """Tell whether it may wait for data."""
     name = _text(command[0])
     return name == "BLPOP" or (name in STREAMS and bool(_position(command, "BLOCK")))
 

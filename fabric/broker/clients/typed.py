@@ -20,7 +20,7 @@ SILENCE_S = 1.0  # longest wait at a key that cannot be waited at
 
 
 def is_wrong_type(error: object) -> bool:
-    """Whether a broker refused a command because the key is of another type than ours."""
+    """Tell whether a broker refused a command because the key is of another type than ours."""
     return isinstance(error, Exception) and "WRONGTYPE" in str(error)
 
 

@@ -143,7 +143,7 @@ def user_of(url: str) -> str:
 
 
 def is_local(url: str) -> bool:
-    """Whether the broker would be on this machine: a unix socket, or a loopback address alone."""
+    """Tell whether the broker would be on this machine: a unix socket, or a loopback address alone."""
     hosts = read_url(url).hosts
     return all(host in ("localhost", "::1") or host.startswith("127.") for host, _ in hosts)
 

@@ -131,7 +131,7 @@ class Group:
         self._writer.write_eof()
 
     async def is_gone(self) -> bool:
-        """Whether the process is gone, now or soon."""
+        """Tell whether the process is gone, now or soon."""
         try:
             async with asyncio.timeout(END_S):
                 while await self._reader.read(1 << 16):

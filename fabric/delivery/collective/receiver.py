@@ -27,7 +27,7 @@ ROUND_COUNT_MAX = 64  # rounds remembered as answered: far more than an offer's 
 
 
 def can_join(backend: str) -> bool:
-    """Whether this machine has what such a group needs, as far as that is seen without loading torch."""
+    """Tell whether this machine has what such a group needs, as far as that is seen without loading torch."""
     return backend == GLOO or (backend == NCCL and any(Path("/dev").glob("nvidia[0-9]*")))
 
 
@@ -101,7 +101,7 @@ class CollectiveReceiver:
         return found if isinstance(found, Offer) else None
 
     async def _wants(self, offer: Offer) -> bool:
-        """Whether to answer: the offer is open, new, not too large, and its publisher has not been replaced."""
+        """Tell whether to answer: the offer is open, new, not too large, and its publisher has not been replaced."""
         if offer.state != OPEN or offer.round_id in self._seen or not can_join(offer.backend):
             return False
         if offer.payload_bytes > self._store.capacity_bytes:

@@ -28,7 +28,7 @@ AHEAD = 192  # elements asked for before they are written: a change is far from 
 
 @compiled
 def _has_escape(symbols: Bytes, k: Any) -> Any:
-    """Whether one of GROUP gaps is GAP_ESCAPE: a byte of the inverted word that is zero."""
+    """Tell whether one of GROUP gaps is GAP_ESCAPE: a byte of the inverted word that is zero."""
     word = ~word_at(symbols, k)
     return ((word - LOW_BITS) & ~word & HIGH_BITS) != U0
 

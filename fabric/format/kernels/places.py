@@ -15,7 +15,7 @@ def load_torch() -> DeviceKernels:
 
 
 def is_on_device(flat: Flat) -> bool:
-    """Whether these are bits of a tensor on a device, which are compared and kept there."""
+    """Tell whether these are bits of a tensor on a device, which are compared and kept there."""
     return not isinstance(flat, np.ndarray)
 
 

@@ -91,7 +91,7 @@ class DeviceKernels(Comparing, Protocol):
     """The functions of torch's make, for bits on a device; all else is done on the host."""
 
     def is_same(self, old: Flat, new: Flat) -> bool:
-        """Whether all bits are equal."""
+        """Tell whether all bits are equal."""
         ...
 
     def write(self, bits: Flat, indices: NDArray[np.uint32] | None, values: Bits) -> None:

@@ -51,7 +51,7 @@ class LendTerms:
 
     @property
     def may_lend(self) -> bool:
-        """Whether rollouts may run at all."""
+        """True if rollouts may run at all."""
         return self.mode == "on"
 
     @property

@@ -127,7 +127,7 @@ class PrefillSpeed:
 
     @property
     def is_known(self) -> bool:
-        """Whether turns of different lengths were seen, and enough of them."""
+        """True if turns of different lengths were seen, and enough of them."""
         return self._seen >= SEEN_COUNT_MIN and self._spread >= self._count**2
 
     @property

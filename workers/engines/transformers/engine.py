@@ -93,7 +93,7 @@ class TransformersConfig:
 
     @property
     def held_dtype(self) -> str:
-        """What its weights are in, where "auto" is chosen for the device."""
+        """The type of its weights; "auto" is chosen for the device."""
         dtype = dtype_of(self.model, self.dtype)
         return dtype if dtype != "auto" else "float32" if self.device == "cpu" else "bfloat16"
 
@@ -150,7 +150,7 @@ class TransformersEngine:
 
     @property
     def guard(self) -> GuardThread | None:
-        """What its steps are under, once it has started; None: it has the device to itself."""
+        """The guard of its steps, once it has started; None: it has the device to itself."""
         return self._guard
 
     def _build(self, deliver: Deliver) -> EngineLoop:

@@ -124,12 +124,12 @@ class EngineLoop(ContinuousBatchingManager):  # type: ignore[misc]
 
     @property
     def paused_by(self) -> tuple[str, ...]:
-        """As `holds`, and "guard" where the hook lets nothing run now."""
+        """The reasons of `holds`, and "guard" where the hook lets nothing run now."""
         return (*self.holds, *(("guard",) if self._is_shut else ()))
 
     @property
     def has_experts(self) -> bool:
-        """Whether its model's layers choose experts."""
+        """True if its model's layers choose experts."""
         return bool(self._experts)
 
     @property

@@ -26,13 +26,13 @@ class LoopOptions:
 
 
 def generation_config() -> GenerationConfig:
-    """Of requests that say nothing themselves."""
+    """Make the settings of requests that say nothing themselves."""
     # Any temperature but None and 1.0 makes the library carry one per request; the sampler never uses this one.
     return GenerationConfig(do_sample=True, temperature=0.5, top_k=None, top_p=None, eos_token_id=-1, pad_token_id=0)
 
 
 def batching_config(options: LoopOptions) -> ContinuousBatchingConfig:
-    """Of the library's manager."""
+    """Make the settings of the library's manager."""
     return ContinuousBatchingConfig(
         page_size=options.page_size,
         num_blocks=options.page_count,

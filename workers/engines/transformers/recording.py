@@ -113,7 +113,7 @@ class ExpertsWatch:
             module.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def __bool__(self) -> bool:
-        """Whether the model has experts."""
+        """Tell whether the model has experts."""
         return bool(self._layers)
 
     def _see(self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:

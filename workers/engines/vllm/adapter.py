@@ -109,7 +109,7 @@ class AdapterDoor(LocalDoor):
         (directory / "adapter_config.json").write_bytes(orjson.dumps(settings))
 
     async def read(self, into: Mirror) -> None:
-        """What was written last: vLLM does not show an adapter's matrices."""
+        """Return what was written last: vLLM does not show an adapter's matrices."""
         assert self._adapter is not None
         for name, bits in self._adapter.bits.items():
             into.bits[name][:] = bits

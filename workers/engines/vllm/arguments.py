@@ -156,7 +156,7 @@ def _cpu_defaults(config: VllmConfig) -> dict[str, Any]:
 
 
 def _fixed(config: VllmConfig) -> dict[str, tuple[Any, str]]:
-    """What the fabric decides: value and reason."""
+    """List what the fabric decides: value and reason."""
     fixed: dict[str, tuple[Any, str]] = {
         "logprobs_mode": ("processed_logprobs", "a rollout says how likely a token was where it was drawn from"),
         "max_num_seqs": (config.slot_count, "the fabric leases that many slots; give `--slots` before the `--`"),

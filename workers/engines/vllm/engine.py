@@ -107,7 +107,7 @@ class VllmEngine:
 
     @property
     def name(self) -> str:
-        """What runs, as it is shown."""
+        """The name of the vLLM that runs, as it is shown."""
         return self._door.abilities.name
 
     @property
@@ -168,7 +168,7 @@ class VllmEngine:
         return self._door.abilities.cannot_resume
 
     async def close(self) -> None:
-        """What runs is dropped; no process of vLLM is left."""
+        """Drop what runs, and leave no process of vLLM."""
         self._failure = EngineError("the engine is closed")
         tasks = [request.task for request in self._open.values() if request.task is not None]
         for task in tasks:
@@ -280,7 +280,7 @@ class VllmEngine:
             opened.ask, opened.images = replace(opened.ask, images=seen), ()
 
     async def _collect(self, opened: OpenRequest) -> str:
-        """One stream to its end; returns why it ended."""
+        """Follow a stream to its end; return why it ended."""
         opened.has_begun = True
         async with contextlib.aclosing(
             self._door.stream(opened.ask)

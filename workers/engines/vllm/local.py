@@ -285,7 +285,7 @@ class LocalDoor:
         )
 
     def _seed(self, ask: Ask) -> int | None:
-        """As it is where tokens are drawn by their place: in our CPU's runner, and in vLLM's second model runner."""
+        """Return the request's own seed where our CPU's runner, or vLLM's second one, draws tokens by their place."""
         seed, vllm = ask.sampling.seed, self._vllm
         if seed is None or (vllm is not None and (vllm.is_on_cpu or vllm.draws_by_place)):
             return seed
@@ -470,7 +470,7 @@ def _drawn(found: Any) -> Sequence[float]:
 
 
 def _beside(ask: Ask, output: Any) -> tuple[Side, ...]:
-    """What is recorded beside a stream's next tokens; with the first of them, of the prompt."""
+    """Return what is recorded beside a stream's next tokens; with the first of them, beside the prompt too."""
     made, sampling = output.outputs[0], ask.sampling
     if not made.token_ids:
         return ()

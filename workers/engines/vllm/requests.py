@@ -50,7 +50,7 @@ class OpenRequest:
 
     @property
     def is_followed(self) -> bool:
-        """Whether its stream goes on, and shall."""
+        """True if its stream goes on, and shall."""
         return self.task is not None and not self.task.done() and not self.is_unwanted
 
     def take(self, chunk: Chunk, version: int) -> None:
@@ -81,7 +81,7 @@ class OpenRequest:
         self.cached_token_count = max(self.cached_token_count, chunk.cached_token_count)
 
     def generation(self, finish_reason: str = "", error: str | None = None) -> Generation:
-        """What it has made so far."""
+        """Return what it has made so far."""
         self.sides = list(joined(self.sides))  # so that what was joined once is one piece the next time
         return Generation(
             request_id=self.ask.request_id,

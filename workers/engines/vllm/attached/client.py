@@ -39,7 +39,7 @@ class Reply:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the server did what was asked."""
+        """True if the server did what was asked."""
         return self.status == 200
 
 

@@ -83,12 +83,12 @@ class ServedModel:
 
     @property
     def moves_experts(self) -> bool:
-        """Whether it moves experts between its ranks while it runs."""
+        """True if it moves experts between its ranks while it runs."""
         return bool(self.info and self.info.get("parallel_config", {}).get("enable_eplb"))
 
     @property
     def can_sleep(self) -> bool:
-        """Whether sleeping would give memory back; on a CPU vLLM says yes and does nothing."""
+        """True if sleeping would give memory back; on a CPU vLLM says yes and does nothing."""
         if self.info is None:
             return False
         is_on_cpu = "cpu" in str(self.info["device_config"])

@@ -34,7 +34,7 @@ class Lane:
 
     @property
     def pins(self) -> bool:
-        """Whether host memory is pinned."""
+        """True if host memory is pinned."""
         return self._stream is not None
 
     def aside(self) -> AbstractContextManager[Any]:

@@ -75,7 +75,7 @@ def _prior_count(parameters: Any) -> int:
 
 
 def _penalise(runner: Any, penalise: Callable[..., Any], logits: Any, metadata: Any, output_token_ids: Any) -> Any:
-    """As vLLM does, with the tokens of earlier claims among those that each request has made."""
+    """Apply penalties as vLLM does, with the tokens of earlier claims among those that each request has made."""
     if not metadata.no_penalties:
         output_token_ids = [_made(runner, row, made) for row, made in enumerate(output_token_ids)]
     return penalise(logits, metadata, output_token_ids)
