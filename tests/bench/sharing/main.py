@@ -2,7 +2,8 @@
 
 All runs have work all the time. In most cases each has weights of its own, so a worker that changes hands fetches those
 first. Every run's tokens are looked at from outside. A *fair turn* is how long it takes until everybody has had slices
-by weight, and this run one of its own. With perfect turns a run waits for all others' slices; that is the floor.
+by weight, and this run one of its own; slices are as long as the slowest switch seen asks for (decision 80). With
+perfect turns a run waits for all others' slices; that is the floor.
 
 In the last case all have the same weights, and one engine serves them at once: nobody has to wait for a slice.
 
@@ -15,11 +16,11 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from rollfab.deploy.replay.figures import Report, show
 from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import EnvironmentUnknown, FabricError
 from rollfab.fabric.rules.lending.capacity_facts import CapacityRule
+from rollfab.fabric.rules.lending.division import slice_of
 from rollfab.trainer.client import Fabric, Run, connect
 from tests.bench.lively import lively_weights
 
@@ -38,6 +40,7 @@ GOAL = 3.0  # fair turns, at most
 MODEL, SLOT_COUNT, STEP_S, TOKENS = "tiny", 8, 0.1, 10  # a turn takes a second
 GROUP_SIZE, GROUP_COUNT = 8, 4  # a submission: work for some seconds of both workers
 LOOK_S = 0.5
+CASE_S_MAX = 1800.0  # on a machine so busy that slices are minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,7 @@ class Settings:
     worker_count: int = 2
 
 
-FULL = Settings(cases=((1.0,) * 20, (2.0, 2.0, 1.0, 1.0, 0.5)), alike=(1.0,) * 20, turn_count=5.0)
+FULL = Settings(cases=((1.0,) * 20, (2.0, 2.0, 1.0, 1.0, 0.5), (1.0, 1.0, 0.1)), alike=(1.0,) * 20, turn_count=5.0)
 QUICK = Settings(cases=((2.0, 1.0, 1.0),), alike=(2.0, 1.0, 1.0), turn_count=2.0)
 
 
@@ -86,14 +89,14 @@ def faults(report: Report) -> list[str]:
     )
 
 
-def fair_turns_s(weights: Sequence[float], worker_count: int) -> list[float]:
-    """Compute each run's fair turn in seconds."""
-    return [CapacityRule().slice_s * sum(weights) / (weight * worker_count) for weight in weights]
+def fair_turns_s(weights: Sequence[float], worker_count: int, *, switch_s: float = 0.0) -> list[float]:
+    """Compute each run's fair turn in seconds. switch_s: what a worker needs to go to another run."""
+    slice_s = slice_of(switch_s, CapacityRule())
+    return [slice_s * sum(weights) / (weight * worker_count) for weight in weights]
 
 
 def _measure_case(weights: Sequence[float], settings: Settings, *, is_alike: bool) -> dict[str, Any]:
-    turns_s = fair_turns_s(weights, settings.worker_count)
-    duration_s = (1.0 if is_alike else settings.turn_count) * max(turns_s)
+    turn_count = 1.0 if is_alike else settings.turn_count
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollfab-bench-")))
         broker = stack.enter_context(EmbeddedBroker.start(directory / "broker"))
@@ -104,15 +107,24 @@ def _measure_case(weights: Sequence[float], settings: Settings, *, is_alike: boo
             _open(fabric, supervisor, f"run-{index}", weight, 0 if is_alike else index)
             for index, weight in enumerate(weights)
         ]
-        looks = _looks(runs, supervisor, broker.url, duration_s)
-    tokens = [looks[-1][1][run.run_id] - looks[0][1][run.run_id] for run in runs]
+        looks = _looks(
+            runs,
+            supervisor,
+            broker.url,
+            lambda switch_s: turn_count * max(fair_turns_s(weights, settings.worker_count, switch_s=switch_s)),
+        )
+    switch_s = max(look.switch_s for look in looks)
+    turns_s = fair_turns_s(weights, settings.worker_count, switch_s=switch_s)
+    tokens = [looks[-1].tokens[run.run_id] - looks[0].tokens[run.run_id] for run in runs]
+    seconds = looks[-1].at_s - looks[0].at_s
     waits = [wait / turn_s for wait, turn_s in zip(waits_s(looks), turns_s, strict=True)]
     return {
         "weights": list(weights),
         "is_alike": is_alike,
-        "seconds": looks[-1][0] - looks[0][0],
+        "seconds": seconds,
+        "switch_s": switch_s,
         "tokens": tokens,
-        "tokens_per_s": sum(tokens) / (looks[-1][0] - looks[0][0]),
+        "tokens_per_s": sum(tokens) / seconds,
         "of_tokens": [
             count / (sum(tokens) * weight / sum(weights)) for count, weight in zip(tokens, weights, strict=True)
         ],
@@ -148,34 +160,45 @@ def _open(fabric: Fabric, supervisor: Supervisor, name: str, weight: float, numb
             return run
 
 
+class Look(NamedTuple):
+    """tokens: that each run has. switch_s: what the slowest worker's last switch took."""
+
+    at_s: float
+    tokens: Mapping[str, int]
+    switch_s: float = 0.0
+
+
 def _looks(
-    runs: Sequence[Run], supervisor: Supervisor, url: str, duration_s: float
-) -> list[tuple[float, Mapping[str, int]]]:
-    """Keep all runs at work, and read how many tokens each has, from when all have been served once."""
+    runs: Sequence[Run], supervisor: Supervisor, url: str, duration_s: Callable[[float], float]
+) -> Sequence[Look]:
+    """Keep all runs at work, and look from when one has been served; for how long hangs on what switches take."""
     open_counts: defaultdict[str, int] = defaultdict(int)
-    found: list[tuple[float, Mapping[str, int]]] = []
-    start_s = None
-    while start_s is None or time.monotonic() < start_s + duration_s:
+    found: list[Look] = []
+    while len(found) < 2 or found[-1].at_s < found[0].at_s + _bounded(duration_s, found):
         _check_alive(supervisor)
         for run in runs:
             open_counts[run.run_id] -= sum(1 for _ in run.groups(timeout=0.01, count=100))
             if open_counts[run.run_id] < GROUP_COUNT:
                 open_counts[run.run_id] += len(run.submit([{} for _ in range(GROUP_COUNT)], group_size=GROUP_SIZE))
-        runs_now = with_ports(url, lambda ports: ports.board.survey()).runs
-        tokens = {run.run_id: int(runs_now[run.run_id].counters.get("tokens", 0)) for run in runs}
-        found.append((time.monotonic(), tokens))
-        if start_s is None and any(tokens.values()):
-            start_s, found = time.monotonic(), found[-1:]
+        survey = with_ports(url, lambda ports: ports.board.survey())
+        tokens = {run.run_id: int(survey.runs[run.run_id].counters.get("tokens", 0)) for run in runs}
+        switch_ms = max((info.switch_ms or 0 for info, _ in survey.workers.values()), default=0)
+        if any(tokens.values()):
+            found.append(Look(time.monotonic(), tokens, switch_ms / 1000))
         time.sleep(LOOK_S)
     return found
 
 
-def waits_s(looks: Sequence[tuple[float, Mapping[str, int]]]) -> list[float]:
+def _bounded(duration_s: Callable[[float], float], looks: Sequence[Look]) -> float:
+    return min(CASE_S_MAX, duration_s(max(look.switch_s for look in looks)))
+
+
+def waits_s(looks: Sequence[Look]) -> list[float]:
     """Return how long each run was without a new token, at most."""
     found = []
-    for name in looks[0][1]:
-        since_s, count, longest_s = looks[0][0], looks[0][1][name], 0.0
-        for now_s, tokens in looks:
+    for name in looks[0].tokens:
+        since_s, count, longest_s = looks[0].at_s, looks[0].tokens[name], 0.0
+        for now_s, tokens, _ in looks:
             longest_s = max(longest_s, now_s - since_s)
             if tokens[name] > count:
                 since_s, count = now_s, tokens[name]
