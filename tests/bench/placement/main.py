@@ -6,14 +6,15 @@
 - Beside it, in the same traffic: a script that does nothing, which is the floor of any script.
 - A controller's tick that extends all leases is timed too: it counts all slots anew.
 
-Exit code 1 when a job was not given out, or given out twice.
+Exit code 1 when a job was not given out, or given out twice, or when what giving out and handing in take grows with the
+trajectories under way: P50 with LIVE_MANY of them over that with LIVE_FEW, the same workers.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha1
 from typing import Any
@@ -39,6 +40,8 @@ TICK_COUNT = 200  # claims between two ticks of a controller
 TRAJECTORIES, FIRST_TURNS, TURNS = "claim: trajectory", "first turn", "next turn"
 SETTLE, PUSH, EXTEND = "settle turn", "push turn", "extend leases"
 FLOOR = "nothing"  # a script that does nothing
+LIVE_FEW, LIVE_MANY = 4_000, 100_000
+GROWTH_MAX, NOISE = 1.2, 0.3  # beside it the floor of the two cases differs, by what else the machine does
 COLUMNS = (TRAJECTORIES, FIRST_TURNS, TURNS, SETTLE, PUSH, EXTEND, FLOOR)
 
 
@@ -82,21 +85,48 @@ async def measure(settings: Settings) -> Report:
             name: {"p50": percentile(each, 0.5), "p99": percentile(each, 0.99), "count": len(each)}
             for name, each in found.times_us.items()
         }
-        rows.append({**asdict(case), "us": times, "wrong_count": found.wrong_count})
+        floor = max(1.0, times[FLOOR]["p99"])  # the broker counts whole microseconds
+        over = {name: each["p99"] / floor for name, each in times.items()}
+        rows.append({**asdict(case), "us": times, "p99_over_floor": over, "wrong_count": found.wrong_count})
     first, last = rows[0]["us"], rows[-1]["us"]
     return Report(
         name="placement",
         params={"settings": asdict(settings)},
         results={"rows": rows, "wrong_count": sum(row["wrong_count"] for row in rows)},
         baselines={FLOOR: [row["us"][FLOOR] for row in rows]},
-        ratio={name: {part: last[name][part] / first[name][part] for part in ("p50", "p99")} for name in first},
+        ratio={
+            **{name: {part: last[name][part] / first[name][part] for part in ("p50", "p99")} for name in first},
+            "growth": growth(rows),
+        },
     )
 
 
+def growth(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Divide P50 with LIVE_MANY trajectories by that with LIVE_FEW, by count of workers, where there are both."""
+    p50_us = {
+        (row["worker_count"], row["live_count"]): {name: each["p50"] for name, each in row["us"].items()}
+        for row in rows
+    }
+    return {
+        f"{workers:,} workers": {name: many_us / max(1.0, few[name]) for name, many_us in many.items()}
+        for (workers, live_count), many in p50_us.items()
+        if live_count == LIVE_MANY and (few := p50_us.get((workers, LIVE_FEW)))
+    }
+
+
 def faults(report: Report) -> list[str]:
-    """Tell whether jobs were given out as they should be."""
+    """Tell whether jobs were given out as they should be, and at a cost that does not grow with trajectories."""
     count = report.results["wrong_count"]
-    return [f"{count} claims brought no job, or one that somebody had"] if count else []
+    wrong = [f"{count} claims brought no job, or one that somebody had"] if count else []
+    for workers, found in report.ratio["growth"].items():
+        most = (GROWTH_MAX + NOISE) * max(1.0, found[FLOOR])  # a floor that rose: the machine was busier then
+        wrong += [
+            f"{workers}: {name} takes {times:.2f} times as long with {LIVE_MANY:,} trajectories as with {LIVE_FEW:,}, "
+            f"at most {GROWTH_MAX} is promised ({most:.2f} with room for noise)"
+            for name, times in found.items()
+            if name != FLOOR and times > most
+        ]
+    return wrong
 
 
 async def _measure_case(case: Case, call_count: int) -> Found:
@@ -215,9 +245,21 @@ def print_table(report: Report) -> None:
         cells = [f"{each['p50']:.0f}, {each['p99']:.0f}" for each in (row["us"][name] for name in COLUMNS)]
         rows.append([f"{row['worker_count']:,} workers, {row['live_count']:,} trajectories", *cells])
     ratio = found["ratio"]
+    floors = [
+        f"P99 over that of {FLOOR}, {row['worker_count']:,} workers, {row['live_count']:,} trajectories: "
+        + ", ".join(f"{name} {number(row['p99_over_floor'][name])}" for name in COLUMNS if name != FLOOR)
+        for row in found["results"]["rows"]
+    ]
+    grown = [
+        f"P50 of {LIVE_MANY:,} trajectories over {LIVE_FEW:,}, {workers}: "
+        + ", ".join(f"{name} {number(times[name])}" for name in COLUMNS)
+        for workers, times in ratio["growth"].items()
+    ]
     notes = [
         "last row over the first, P50 and P99: "
         + "; ".join(f"{name} {number(ratio[name]['p50'])}, {number(ratio[name]['p99'])}" for name in COLUMNS),
+        *grown,
+        *floors,
         f"machine: {found['machine']}",
     ]
     show("rollfab bench placement: microseconds of the broker, P50 and P99", ["", *COLUMNS], rows, notes)

@@ -18,6 +18,7 @@ async def test_a_quick_run_gives_every_job_out_once_and_times_all_kinds(capsys: 
             assert 0 < found["p50"] <= found["p99"] or name == FLOOR
             least = 1 if name == EXTEND else min(QUICK.call_count, row["live_count"] // 4)
             assert found["count"] >= least, name
-    assert set(report.ratio) == set(COLUMNS)
+        assert set(row["p99_over_floor"]) == set(COLUMNS)
+    assert set(report.ratio) == {*COLUMNS, "growth"}
     print_table(report)
     assert "last row over the first" in capsys.readouterr().out
