@@ -23,7 +23,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 # Those that take no options but --quick and --json: NAME/main.py has FULL, QUICK, measure and print_table.
 PLAIN = {
-    "affinity": "Turns that go where their context is cached, over turns that go to whoever asks first.",
+    "affinity": "Turns that go where their context is cached, over turns at random or to whoever asks first.",
     "room": "Turns taken by the KV cache that they are likely to hold, over turns taken by slots alone (vLLM).",
     "tails": "Groups that take long first, over first come, first served: the time of a step with stragglers.",
     "sharing": "Runs that share two workers by weight, with real engines: who waits for how long, who has what.",
@@ -249,6 +249,38 @@ def paced(
     from .evaluation.worker import run_paced
 
     run_paced(need_url(url), model=model, slot_count=slots, step_s=step, context_tokens=context, role=role, pool=pool)
+
+
+@app.command("counting", hidden=True)
+def counting(
+    name: Annotated[str, typer.Option()],
+    model: Annotated[str, typer.Option()],
+    slots: Annotated[int, typer.Option()],
+    context: Annotated[int, typer.Option()],
+    directory: Annotated[Path, typer.Option()],
+    patient: Annotated[bool, typer.Option("--patient")] = False,
+    url: Url = None,
+) -> None:
+    """A rollout worker that counts the tokens of prompts that it reads."""
+    from .affinity.cast import run_counting
+
+    run_counting(
+        need_url(url),
+        name,
+        model=model,
+        slot_count=slots,
+        context_tokens=context,
+        directory=directory,
+        is_patient=patient,
+    )
+
+
+@app.command("drawing", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def drawing() -> None:
+    """An agent that hands every turn to a worker at random; names of workers, `--`, and an agent's words follow."""
+    from .affinity.cast import draw_homes
+
+    draw_homes()
 
 
 @app.command("by-slots", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

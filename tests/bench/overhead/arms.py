@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -163,6 +162,7 @@ class WholeFabric:
         place_count: int | None = None,
         worker: Sequence[str] = (),
         workers: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        agent: Sequence[str] = ("agent",),
     ) -> None:
         """Make it, not started.
 
@@ -177,6 +177,7 @@ class WholeFabric:
             place_count: environments at once; None: one for each trajectory.
             worker: the command of a rollout worker of another kind, whole.
             workers: such commands by the worker's name, where they are not alike.
+            agent: the command of an agent of another kind; an agent's words come behind it.
         """
         self._workload = workload
         self._weights = weights
@@ -189,6 +190,7 @@ class WholeFabric:
         words = list(worker) or [*own, "--seed", str(SEED), *engine]
         alike = {f"worker-{index}" if index else "worker": words for index in range(worker_count)}
         self._workers = workers or alike
+        self._agent = agent
         self._stack = ExitStack()
         self._version = 0
 
@@ -214,10 +216,10 @@ class WholeFabric:
     def _start_roles(self) -> None:
         place = {"ROLLFAB_URL": self._broker.url, COLLECTOR: self._collector}
         for role, words in {
-            "controller": [],
-            "agent": ["--environment", METRONOME, "--count", str(self._place_count)],
+            "controller": ["controller"],
+            "agent": [*self._agent, "--environment", METRONOME, "--count", str(self._place_count)],
         }.items():
-            self._supervisor.add(role, [role, *words], is_restarted=False, environment=place)
+            self._supervisor.add(role, words, is_restarted=False, environment=place)
         threads = {"OMP_NUM_THREADS": "1"} if len(self._workers) > 1 else {}
         for name, command in self._workers.items():
             self._supervisor.add(name, command, is_restarted=False, environment={**place, **threads})
@@ -260,11 +262,6 @@ class WholeFabric:
     def _run_workers(self) -> list[WorkerInfo]:
         found = with_ports(self._broker.url, lambda ports: ports.board.workers())
         return [info for info, _ in found.values() if info.role in ("dedicated", "serving")]
-
-    def hit_fraction(self) -> float:
-        """Of recent prompts' tokens, those that the workers had in their caches: the mean worker's."""
-        hits = [info.prefix_hit_fraction for info in self._run_workers()]
-        return statistics.fmean(each for each in hits if each is not None)
 
     @property
     def the_run(self) -> Run:
