@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 
 from ...fabric.contract.clock import Clock
+from ...fabric.contract.text import counted
 from ...fabric.host.helpers import end_all
 from ...fabric.ports.sessions import KEY_FORM, Session, SessionFacts
 from ..access.auth import bearer
@@ -81,7 +82,7 @@ class CallGate:
     def room(self) -> Iterator[None]:
         """Hold room for one call. Raises Refused: all of it is taken."""
         if self._call_count >= self._config.call_count_max:
-            text = f"the gateway has {self._call_count:,} calls under way, which is its limit: try again"
+            text = f"the gateway has {counted(self._call_count, 'call')} under way, which is its limit: try again"
             raise Refused(429, "rate_limit_exceeded", text, retry_s=1)
         self._call_count += 1
         try:

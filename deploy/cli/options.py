@@ -51,7 +51,7 @@ Run = Annotated[
         autocompletion=_run_names,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Allowed = Annotated[
     list[str] | None,
     typer.Option(

@@ -163,7 +163,8 @@ async def find(ports: RedisFabric, trajectory_id: str, run_id: str | None) -> Tr
         seen: SeenTrajectory | None = await ports.reading(config).find(trajectory_id)
         if seen is not None:
             return view_of(config.run_id, seen, *load_shown(config.model))
-    where = f"run {run_id!r} has" if run_id is not None else f"{counted(len(runs), 'run')} of this broker have"
+    held = f"{counted(len(runs), 'run')} of this broker {'has' if len(runs) == 1 else 'have'}"
+    where = f"run {run_id!r} has" if run_id is not None else held
     raise InputError(
         f"{where} no trajectory {trajectory_id!r:.100} now: it was never submitted, was cancelled, or is not kept any "
         "more; `rollfab trace` and `rollfab trace --state finished` list those that are there"

@@ -310,7 +310,8 @@ def workload(
         if cut_count > CUT_FRACTION_MAX * len(arrivals):
             raise _too_long(source, trace.arrivals, context_tokens)
         if cut_count:
-            notes.append(f"{cut_count} of {len(arrivals)} requests cut to the model's {context_tokens} tokens")
+            how_many = f"{cut_count} of {counted(len(arrivals), 'request')}"
+            notes.append(f"{how_many} cut to the model's {context_tokens} tokens")
     return Workload(arrivals=arrivals, span_s=trace.span_s / shaping.speed, notes=tuple(notes))
 
 

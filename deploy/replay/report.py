@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...fabric.contract.text import counted
 from ...fabric.rules.serving.facts import Slo
 from .figures import number, show
 from .records import INTERRUPTED, Outcome
@@ -83,26 +84,26 @@ def measured(
 
     outcomes: in order of arrival. seed: of the confidence intervals. client_cpu_s: of the whole replay.
     """
-    counted = [each for each in outcomes if each.error != INTERRUPTED]
-    errors = Counter(each.error for each in counted if each.error)
+    played = [each for each in outcomes if each.error != INTERRUPTED]
+    errors = Counter(each.error for each in played if each.error)
     elapsed_s = max((each.ended_at_s for each in outcomes), default=0.0)
     per_s = 1 / elapsed_s if elapsed_s > 0 else 0.0
-    ttft, tpot, gaps = [_ms(each.ttft_s) for each in counted], [_ms(each.tpot_s) for each in counted], _gaps(counted)
-    kept_ttft, kept_tpot = _kept(counted, ttft, slo.ttft_ms), _kept(counted, tpot, slo.tpot_ms)
+    ttft, tpot, gaps = [_ms(each.ttft_s) for each in played], [_ms(each.tpot_s) for each in played], _gaps(played)
+    kept_ttft, kept_tpot = _kept(played, ttft, slo.ttft_ms), _kept(played, tpot, slo.tpot_ms)
     kept = [one and other for one, other in zip(kept_ttft, kept_tpot, strict=True)]
-    good = [each for each, is_kept in zip(counted, kept, strict=True) if is_kept]
+    good = [each for each, is_kept in zip(played, kept, strict=True) if is_kept]
     is_promised = slo != NO_PROMISE
     late = spread(_floats([each.late_s * 1e3 for each in outcomes]), seed=seed)
     return Measured(
-        request_count=len(counted),
-        interrupted_count=len(outcomes) - len(counted),
+        request_count=len(played),
+        interrupted_count=len(outcomes) - len(played),
         error_counts=dict(sorted(errors.items())),
         token_count=sum(each.token_count for each in outcomes),
         elapsed_s=elapsed_s,
-        requests_per_s=len(counted) * per_s,
+        requests_per_s=len(played) * per_s,
         tokens_per_s=sum(each.token_count for each in outcomes) * per_s,
         ttft_ms=spread(_floats(ttft), seed=seed),
-        ttft_from_send_ms=spread(_floats([_ms(each.ttft_from_send_s) for each in counted]), seed=seed),
+        ttft_from_send_ms=spread(_floats([_ms(each.ttft_from_send_s) for each in played]), seed=seed),
         tpot_ms=spread(_floats(tpot), seed=seed),
         tbt_ms=_without_interval(gaps),
         late_ms=late,
@@ -114,10 +115,10 @@ def measured(
         ),
         good_requests_per_s=len(good) * per_s if is_promised else None,
         good_tokens_per_s=sum(each.token_count for each in good) * per_s if is_promised else None,
-        worst_ttft_p99_ms=worst_p99(counted, ttft),
-        worst_tpot_p99_ms=worst_p99(counted, tpot),
-        worst_joint=worst_share(counted, kept) if is_promised else None,
-        notes=_notes(len(counted), errors, late),
+        worst_ttft_p99_ms=worst_p99(played, ttft),
+        worst_tpot_p99_ms=worst_p99(played, tpot),
+        worst_joint=worst_share(played, kept) if is_promised else None,
+        notes=_notes(len(played), errors, late),
     )
 
 
@@ -163,7 +164,7 @@ def _notes(count: int, errors: Counter[str], late: Spread) -> tuple[str, ...]:
             " own wait too; give it a core of its own, or replay less"
         )
     if count < P99_COUNT_MIN:
-        notes.append(f"{count} requests: a P99 of fewer than {P99_COUNT_MIN} says little; see its interval")
+        notes.append(f"{counted(count, 'request')}: a P99 of fewer than {P99_COUNT_MIN} says little; see its interval")
     if errors:
         notes.append(f"{sum(errors.values())} of {count} requests failed; percentiles are of tokens that came")
     return tuple(notes)
@@ -195,7 +196,7 @@ def _text(value: float | None) -> str:
 
 def _lines(found: Measured) -> list[str]:
     lines = [
-        f"{found.request_count:,} requests, {found.token_count:,} tokens in {found.elapsed_s:,.1f} s:"
+        f"{counted(found.request_count, 'request')}, {counted(found.token_count, 'token')} in {found.elapsed_s:,.1f} s:"
         f" {number(found.requests_per_s)} requests/s, {number(found.tokens_per_s)} tokens/s"
     ]
     if found.error_counts:

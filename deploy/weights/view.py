@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...fabric.contract.text import counted
 from ...fabric.format.manifest import BROKER
 from ...fabric.inspect.diff import TensorDiff
 from ...fabric.inspect.inspection import Inspection, version_figures
@@ -122,14 +123,18 @@ def verified_parts(found: Verified) -> list[RenderableType]:
             Text(f"not staged, because nothing right that is held leads to their base: {names}", style="yellow")
         )
     versions = {version for version, _ in found.checked}
-    size = f"{found.chunk_count:,} chunks, {found.block_count:,} blocks, {found.byte_count:,} bytes"
+    size = ", ".join(
+        counted(count, noun)
+        for count, noun in ((found.chunk_count, "chunk"), (found.block_count, "block"), (found.byte_count, "byte"))
+    )
     if found.unreadable:
         names = ", ".join(map(str, found.unreadable))
         parts.append(Text(f"cannot be read by anybody who has nothing: version {names}", style="red"))
     verdict = (
         "all right" if not found.faults else f"not all right, {len(found.faults)} fault{'s' * (len(found.faults) > 1)}"
     )
-    parts.append(f"{verdict}: {len(found.checked)} manifests of {len(versions)} versions staged; right are {size}")
+    staged = f"{counted(len(found.checked), 'manifest')} of {counted(len(versions), 'version')} staged"
+    parts.append(f"{verdict}: {staged}; right are {size}")
     return parts
 
 
@@ -167,7 +172,7 @@ def diff_parts(found: dict[str, Any]) -> list[RenderableType]:
 
 def exported_parts(found: Exported) -> list[Text]:
     """`weights export`."""
-    count = f"{found.tensor_count:,} tensors"
+    count = counted(found.tensor_count, "tensor")
     what = f"all {count}" if found.base_version is None else f"{count} that changed since version {found.base_version}"
     return [Text(f"{found.path}: version {found.version}, {what}, {found.file_bytes:,} bytes")]
 
