@@ -148,6 +148,8 @@ def run_up(options: UpOptions) -> int:
     """
     console = Console()
     directory = Path(options.data)
+    if not directory.exists():  # so no other `up` runs there, and a refusal leaves nothing
+        _check_port(options.port)
     given = _given_broker(options, directory / "broker", console)
     make_directory(directory / "logs", "--data")
     broker = None if given else EmbeddedBroker.start(directory / "broker", starter=STARTER)

@@ -388,7 +388,7 @@ def read_name(data: bytes) -> None:
 
 def read_task_line(data: bytes) -> None:
     """A line of `rollfab submit FILE.jsonl`."""
-    make_groups(read_tasks(data), 1)
+    make_groups(read_tasks(data, "tasks.jsonl"), 1)
 
 
 def read_keys_file(data: bytes) -> None:

@@ -130,7 +130,7 @@ async def test_a_path_too_long_for_a_socket_becomes_a_port_with_a_password(home:
     assert stat.S_IMODE((deep / "broker.conf").stat().st_mode) == 0o600
 
 
-def test_odd_characters_in_the_directory_do_not_matter(home: Path) -> None:
+def test_odd_characters(home: Path) -> None:
     odd = home / 'a "b"\' c\\d\n é %20 [1]*?'
     with EmbeddedBroker.start(odd) as broker:
         assert broker.url.startswith("unix://")

@@ -52,6 +52,7 @@ ELSEWHERE = {  # texts by their beginning, and why no client gets them
     "--dtype 1": "said at a worker's start",
     "start its worker, or its server": "said by a worker",
     "this connection was opened by process": "servers do not fork",
+    "give keep=": "said of refill, which no client can ask for",
     "import this room as": "servers have imported it",
     "1 is ragged": "said to programs that read sides",
     "durability=disk needs": "the setting is of the broker's URL, which whoever runs the server gave",
