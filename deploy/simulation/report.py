@@ -7,6 +7,7 @@ from dataclasses import asdict
 from random import Random
 from typing import Any
 
+from ...fabric.contract.text import counted
 from ..cli.printing import Cell, Console, new_table
 from ..replay.figures import number
 from .arms import ARMS
@@ -140,7 +141,8 @@ def notes_of(found: dict[str, Any]) -> list[str]:
     speeds = [row["simulated_s_per_cpu_s"] for row in rows]
     return [
         f"All figures are {found['tag']}.",
-        f"x fixed: speed of a step over dedicated GPUs alone, with its 95 % interval (bootstrap, {len(seeds)} seeds).",
+        "x fixed: speed of a step over dedicated GPUs alone, with its 95 % interval "
+        f"(bootstrap, {counted(len(seeds), 'seed')}).",
         "h: of the time of the GPUs that serve, computed for rollouts, training included; H*: the oracle's.",
         "in SLO: serving requests within TTFT and TPOT; worst: of the worst minute; P99: TTFT/TPOT.",
         *([f"Trace: {found['trace']}."] if found["trace"] else []),
