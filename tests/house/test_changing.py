@@ -15,7 +15,9 @@ from tests.house.test_house import ROOT, source_files
 
 DOC = (ROOT / "docs/changing.md").read_text("utf-8")
 EPISODES = "tests/unit/workers/agent/test_episode.py"
-# Of each part of the page: where its blocks go, in their order. A pattern: after what it finds; "": at the end.
+ENGINES = "tests/integration/engines/test_engine_contract.py"
+# Of each part of the page: where its blocks go, in their order. A pattern: after what it finds, or in the place of what
+# it finds as "old"; "": at the end.
 PLACES: dict[str, list[tuple[str, str]]] = {
     "Add an environment": [
         ("workers/environments/games/double.py", ""),
@@ -40,6 +42,13 @@ PLACES: dict[str, list[tuple[str, str]]] = {
         ("fabric/rules/serving/guard.py", r"(?:.|\n)*(?=    room = _room\()"),
         ("tests/unit/fabric/rules/serving/test_guard.py", ""),
     ],
+    "Add an engine": [
+        ("workers/engines/mine/engine.py", ""),
+        ("deploy/roles/engines.py", r"(?P<old>ENGINES = .*\n)"),
+        ("deploy/roles/engines.py", r'def new_engine\((?:.|\n)*?    """\n'),
+        (ENGINES, r"def new_engine\((?:.|\n)*?import TransformersConfig, .*\n"),
+        (ENGINES, r"(?P<old>@pytest\.fixture\(params=\[KIND\].*\n)(?=def kind)"),
+    ],
 }
 TESTS = {
     "Add an environment": ["tests/unit/workers/environments/test_environments.py", "tests/house/test_house.py"],
@@ -51,6 +60,7 @@ TESTS = {
         "tests/unit/fabric/queue/test_script_keys.py",
     ],
     "Add a rule to the guard": ["tests/unit/fabric/rules/serving/test_guard.py"],
+    "Add an engine": [ENGINES, "tests/unit/deploy/roles", "-k", "not test_engine_contract or mine"],
 }
 
 
@@ -75,14 +85,18 @@ def pieces_of(title: str) -> list[str]:
 
 
 def put(root: Path, place: str, pattern: str, text: str) -> None:
-    """Put text into a file of the copy: behind a pattern, as deep as what is there; or at its end."""
+    """Put text into a file of the copy: behind a pattern, as deep as what is there; for a line of it; or at its end."""
     path = root / place
     before = path.read_text("utf-8") if path.exists() else ""
     if not pattern:
+        path.parent.mkdir(exist_ok=True)
         path.write_text(f"{before}\n\n{text}" if before else text, "utf-8")
         return
     found = re.search(pattern, before)
     assert found is not None, f"{place}: {pattern}"
+    if "old" in found.groupdict():
+        path.write_text(before[: found.start("old")] + text + before[found.end("old") :], "utf-8")
+        return
     start = found.end()
     if place.endswith(".py") and not text.startswith(" "):
         line = before[:start].rstrip("\n").rsplit("\n", 1)[-1]
@@ -119,5 +133,6 @@ def test_a_change_is_made_as_it_stands_there(title: str, tmp_path: Path) -> None
     done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     # Then they pass, the new one among them
     assert done.returncode == 0, done.stdout[-6000:]
-    (name,) = re.findall(r"def (test_\w+)", pieces[-1])
+    (name,) = re.findall(r"def test_\w+|\bmine\b", pieces[-1])
+    name = name.removeprefix("def ")
     assert re.search(rf"{name}\S* PASSED", done.stdout), name

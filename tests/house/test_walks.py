@@ -24,6 +24,7 @@ import pytest
 from rollfab.fabric.contract.clock import SystemClock
 from rollfab.trainer.aio import AsyncFabric
 from rollfab.trainer.client import Fabric, Run, _Loop
+from rollfab.trainer.publish import publisher
 from rollfab.workers.agent.episode import TurnCaller
 from rollfab.workers.agent.worker import AgentConfig, AgentWorker
 from rollfab.workers.controller.controller import Controller, ControllerConfig
@@ -50,9 +51,20 @@ TRAJECTORY_WALK = [
     "workers/rollout/turns.py",
     "workers/engines/transformers/engine.py",
 ]
-VERSION = 1
 VERSION_RECORDS = ("rollfab.fabric.format.", "rollfab.fabric.versions.", "rollfab.trainer.publish.report")
-VERSION_FILE_COUNT = 15
+VERSION_WALK = [  # how it is read; a run of the test finds those of them that wait for something in it
+    "trainer/publish/publisher.py",
+    "trainer/publish/ranks.py",
+    "fabric/versions/snapshot.py",
+    "trainer/publish/upkeep.py",
+    "trainer/publish/healing.py",
+    "fabric/versions/store.py",
+    "fabric/inspect/healing.py",
+    "fabric/versions/stage.py",
+    "fabric/versions/reader.py",
+    "workers/rollout/weights.py",
+    "workers/engines/transformers/engine.py",
+]
 
 
 def is_of_trajectory(value: Any) -> bool:
@@ -70,10 +82,10 @@ def _names_it(value: Any) -> bool:
     return any(_names_it(getattr(value, field.name)) for field in dataclasses.fields(value))
 
 
-def is_of_version(value: Any) -> bool:
-    """Whether a value is a record of the version that is walked: its manifest, the head, what is staged, a report."""
+def is_of_version(value: Any, version: int) -> bool:
+    """Whether a value is a record of a version of the weights: its manifest, the head, what is staged, a report."""
     is_record = type(value).__module__.startswith(VERSION_RECORDS) and dataclasses.is_dataclass(value)
-    return is_record and getattr(value, "version", None) == VERSION
+    return is_record and getattr(value, "version", None) == version
 
 
 class SlowBroker(Broker):
@@ -205,10 +217,34 @@ def test_a_function_that_only_looks_at_the_trajectory_is_no_part_of_the_walk(
     assert "workers/rollout/worker.py" in walk.helpers
 
 
-def test_a_version_of_the_weights_goes_through_few_files(program: Program) -> None:
-    walk = Walk(is_of_version)
+def walk_of_version(program: Program, version: int) -> Walk:
+    walk = Walk(lambda value: is_of_version(value, version))
     with walk.following(program.loop):
-        program.run.publish(program.model(), version=VERSION)
-        program.wait_until_live(VERSION)
+        program.run.publish(program.model(), version=version)
+        program.wait_until_live(version)
     print(shown(walk))
-    assert len(walk.files) <= VERSION_FILE_COUNT
+    return walk
+
+
+def way_back(walk: Walk) -> list[tuple[str, str]]:
+    """Where a version is handed back, but for what a file answers to the next one, which asked it."""
+    place = {name: index for index, name in enumerate(VERSION_WALK)}
+    return [(a, b) for a, b in walk.hands if place.get(b, -1) < place.get(a, 99) - 1]
+
+
+def test_a_version_of_the_weights_goes_through_eleven_files_and_never_back(program: Program) -> None:
+    walk = walk_of_version(program, 1)
+    assert set(walk.files) <= set(VERSION_WALK)
+    assert {VERSION_WALK[0], "fabric/versions/store.py", *VERSION_WALK[-3:]} <= set(walk.files)
+    assert way_back(walk) == []
+
+
+def test_a_file_that_hands_a_version_back_is_found(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a program in which the receiver stages by way of a function of the publisher's
+    back = "async def stage(receiver, head):\n    await sleep(0)\n    return await stage_directly(receiver, head)\n"
+    names: dict[str, Any] = {"sleep": asyncio.sleep, "stage_directly": WeightReceiver._stage}
+    exec(compile(back, publisher.__file__, "exec"), names)
+    monkeypatch.setattr(WeightReceiver, "_stage", names["stage"])
+    # Then that is found
+    walk = walk_of_version(program, 2)
+    assert way_back(walk) != []
