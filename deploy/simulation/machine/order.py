@@ -1,6 +1,6 @@
 """Which turn is next, and on which instance: rules of others, after what they published.
 
-- `Affine`: ROSE's router: by urgency, where the context is, else where most room is.
+- `Affine`: ROSE's router: by urgency, where the context is, else a dedicated instance, else where most room is.
 - `ByLength`: Heddle's order of trajectories (arXiv 2603.28101): what is expected to take longest goes first, and takes
   the place of what is expected to end soonest; it goes to the instance with the least work before it. Our reading of
   "progressive priority", "preemptive", and of a placement that divides work evenly; a forecast of the run's own history
@@ -61,9 +61,11 @@ class Affine(Router):
     """See the module."""
 
     def choose(self, turn: Turn, engines: Sequence[Engine]) -> Engine | None:
-        """Choose its home, else where most room is."""
+        """Choose its home, else a dedicated instance, else where most room is."""
         free = [engine for engine in engines if engine.can_take(turn)]
-        return home_of(turn, free) or min(free, key=fullness, default=None)
+        return home_of(turn, free) or min(
+            free, key=lambda each: (each.serving is not None, fullness(each)), default=None
+        )
 
 
 class Forecast:

@@ -12,7 +12,7 @@ from rollfab.deploy.simulation.arms import ARMS
 from rollfab.deploy.simulation.borrowing import COLD_S, LOOK_S, Elastic, Spot, spot_counts
 from rollfab.deploy.simulation.cluster import Cluster
 from rollfab.deploy.simulation.machine.engine import Engine
-from rollfab.deploy.simulation.machine.order import SEEN_COUNT_MIN, ByLength, Forecast, Levels
+from rollfab.deploy.simulation.machine.order import SEEN_COUNT_MIN, Affine, ByLength, Forecast, Levels
 from rollfab.deploy.simulation.machine.tails import TailBatches
 from rollfab.deploy.simulation.machine.turns import Batch, GroupState, Trajectory, Turn
 from rollfab.deploy.simulation.machine.workload import StepPlan, TrajectoryPlan, TurnPlan, draw_step
@@ -48,6 +48,20 @@ def cluster(arm: str, scenario: Scenario = WIDE, load: float = 0.0) -> Cluster:
 
 
 # ---- who is next, and where
+
+
+def test_a_turn_goes_to_its_context_else_to_a_dedicated_gpu_else_to_the_emptiest() -> None:
+    router, world = Affine(), cluster("rose")
+    own, lent = world.dedicated, world.lendable
+    for engine in lent:
+        engine.is_leased = engine.is_ready = True
+    own[0].begin(turn_of(2, 0, 1))
+    assert router.choose(turn_of(2, 0, 2), [*lent, *own[:1]]) is own[0], "the lent ones are empty"
+    at_home = turn_of(2, 1, 3)
+    at_home.home, lent[2].cache[3] = lent[2].name, 900
+    assert router.choose(at_home, [*lent, *own]) is lent[2]
+    lent[0].begin(turn_of(2, 0, 4))
+    assert router.choose(turn_of(2, 0, 5), lent) in lent[1:]
 
 
 def test_the_expected_rest_is_by_the_turns_of_those_that_went_as_far() -> None:
