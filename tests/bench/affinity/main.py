@@ -130,7 +130,7 @@ def figures(workload: Workload, rounds: Sequence[tuple[Round, Read]]) -> dict[st
     cpu_s = [sum(used for name, used in each.cpu_s.items() if name in WORKERS) for each, _ in rounds]
     found = (
         [each.token_count / each.duration_s for each, _ in rounds],
-        [home_fraction(each.groups, workload.turn_count) for each, _ in rounds],
+        [home_fraction(each.groups) for each, _ in rounds],
         [read.hit_fraction for _, read in rounds],
         [float(read.cached_count) for _, read in rounds],
         [float(read.prompt_count - read.cached_count) for _, read in rounds],
@@ -152,14 +152,15 @@ def ratio_over(ours: Figure, other: Figure) -> dict[str, Any]:
     return {"median": found.median, "spread": found.spread}
 
 
-def home_fraction(groups: Sequence[Group], turn_count: int) -> float:
-    """Return which share of the turns after the first went to the worker of the turn before."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    moves = 0
-    for rollout in rollouts:
-        names = [span.worker_id for span in rollout.spans]
-        moves += sum(name != last for last, name in itertools.pairwise(names))
-    return 1 - moves / (len(rollouts) * (turn_count - 1))
+def home_fraction(groups: Sequence[Group]) -> float:
+    """Return which share of the turns after the first went to the worker of the turn before, and of a turn's parts."""
+    pairs = [
+        (last.worker_id, span.worker_id)
+        for group in groups
+        for rollout in group.rollouts
+        for last, span in itertools.pairwise(rollout.spans)
+    ]
+    return sum(last == worker for last, worker in pairs) / len(pairs)
 
 
 def print_table(report: Report) -> None:
