@@ -317,7 +317,7 @@ def _claim(row: Sequence[Any], wall_ms: int) -> TurnClaim:
 
 def _log_of(name: bytes, raw: Sequence[bytes | None]) -> TokenLog | None:
     """Read a turn's tokens so far; None if there are none. What cannot be read, and what follows it, is made again."""
-    return whole([_part_of(name, part) for part in raw])
+    return whole([_part_of(name, part) for part in raw]) if raw else None
 
 
 def _part_of(name: bytes, raw: bytes | None) -> TokenLog | None:

@@ -1,17 +1,15 @@
 -- claim(worker, want, claim_ms, lease_epoch | '-', active_version, takes_suspect 0 | 1, inside 0 | 1, suspect_loss,
 --   us_per_token, weights_epoch | '', hardware)
--- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect at most, and none
--- unless it takes one: others wait apart. `inside`: a world runs in the worker, and could end it. Of one class, turns that
--- wait for this worker come first; what is beyond its share, and what pays here, last of all. What has no record, or is
--- not ready, is dropped; what cannot be read is the reaper's. Returns {0} no valid lease · {-1, head} weights too old, or
--- of a publisher before · {1, wall_ms, next_ms, {id, fence, attempt, loss, job, log, entry_id}…}: next_ms: when a turn of
--- others may be taken, or -1; of trajectories: their first fence; entry_id: when it was ready, by the machine; not of suspects.
+-- Give up to `want` ready jobs to a worker, each under a new fence, the most urgent first; one suspect at most, if it takes
+-- any: others wait apart. `inside`: a world runs in the worker, and could end it. Of one class, turns that wait for this
+-- worker come first; what is beyond its share, and what pays here, last. What has no record, or is not ready, is dropped.
+-- Returns {0} no valid lease · {-1, head} weights too old, or of a publisher before · {1, wall_ms, next_ms | first_fence,
+-- {id, fence, attempt, loss, job, log, entry_id | false}…}: turns of others may be taken next_ms from now, -1: never.
 -- keys shard.begun shard.clock shard.lease_slots shard.leases shard.run jobs.deadline jobs.held jobs.job jobs.log
 -- keys jobs.ready jobs.record jobs.suspects
 -- flags allow-oom
--- use batch parts count record look time limit suspect share homed strays ready first
-local worker, want, claim_ms, class_count, is_turn = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), 3, ARGV[4] ~= '-'
-local now, wall = now_ms(shard.clock)
+-- use batch parts count record claimed look time limit suspect share homed strays ready first
+local worker, want, class_count, is_turn, now, wall = ARGV[1], tonumber(ARGV[2]), 3, ARGV[4] ~= '-', now_ms(shard.clock)
 local some_wait, room = is_turn and redis.call('ZRANGE', shard.turn_homed_at, 0, 0)[1], math.huge -- for their homes
 
 if is_turn then
@@ -35,26 +33,28 @@ for class = 1, class_count do
 end
 if some_wait and want > #ids then next_ms = sooner(next_ms, strays(room > #ids and 0 or GRACE_MS)) end
 
-local records, taken, deadlines, begun = read_records(jobs.record, ids), {}, {}, {}
-for _, id in ipairs(ids) do
-  local r = is_job(id) and records[id]
-  if r and r.state == 'ready' and r.loss >= suspect_loss and not takes_suspect then
+local values, lines, of, taken, deadlines, with_log = fetch_all(jobs.record, ids), {}, {}, {}, {}, {}
+for n, id in ipairs(ids) do
+  local value = not of[id] and is_job(id) and values[n] -- one that is listed twice is taken once
+  local line, fence, attempt, loss = claimed(value, worker, ARGV[7])
+  if line and loss >= suspect_loss and not takes_suspect then
     redis.call('RPUSH', jobs.suspects, id)
-  elseif r and r.state == 'ready' then
-    takes_suspect = takes_suspect and r.loss < suspect_loss
-    r.state, r.fence, r.worker, r.inside = 'claimed', r.fence + 1, worker, tonumber(ARGV[7])
-    taken[#taken + 1] = id
-    add_pair(deadlines, now + claim_ms, id)
-    if not is_turn then add_pair(begun, now, id) end
-  elseif not r and is_job(id) and redis.call('HEXISTS', jobs.record, id) == 1 then add_pair(deadlines, 0, id) end
+  elseif line then
+    takes_suspect = takes_suspect and loss < suspect_loss
+    taken[#taken + 1], of[id] = id, {id, fence, attempt, loss}
+    add_pair(lines, id, line)
+    add_pair(deadlines, now + tonumber(ARGV[3]), id)
+    if not is_turn or fence % FENCES_PER_CLAIM > 1 then with_log[#with_log + 1] = id end -- nobody else has begun it
+  elseif value and not parse_record(value) then add_pair(deadlines, 0, id) end
 end
-write_records(jobs.record, taken, records)
+call_in_parts('HSET', jobs.record, lines)
 call_in_parts('ZADD', jobs.deadline, deadlines)
-for n = 1, #begun, 2 do redis.call('ZADD', shard.begun, 'NX', begun[n], begun[n + 1]) end
+for n = 1, is_turn and 0 or #taken do redis.call('ZADD', shard.begun, 'NX', now, taken[n]) end
 if #taken > 0 then tally(jobs.held, worker, #taken) end
 
-local answer, texts, logs = {1, wall, is_turn and next_ms or first_fence()}, fetch_all(jobs.job, taken), fetch_logs(jobs.log, taken)
+local texts, logs, answer = fetch_all(jobs.job, taken), fetch_logs(jobs.log, with_log), {1, wall, next_ms}
+if not is_turn then answer[3] = first_fence() end
 for n, id in ipairs(taken) do
-  answer[n + 3] = {id, records[id].fence, records[id].attempt, records[id].loss, texts[n], logs[n], since[id] or false}
+  answer[n + 3], of[id][5], of[id][6], of[id][7] = of[id], texts[n], logs[id] or {}, since[id] or false
 end
 return answer

@@ -5,26 +5,27 @@
 -- keys shard.counters shard.turn_agent shard.turn_result turn.deadline turn.held turn.job turn.log turn.record
 -- keys inboxes...
 -- flags allow-oom
--- use batch parts count record claims
+-- use batch parts count record job_head claims
 local worker = ARGV[1]
 local ids = {}
 for i = 3, #ARGV, 6 do ids[#ids + 1] = ARGV[i] end
-local records, waiting = read_records(turn.record, ids), fetch_all(shard.turn_agent, ids)
+local values, waiting = fetch_all(turn.record, ids), fetch_all(shard.turn_agent, ids)
 
-local answer, settled, results, reached = {}, {}, {}, {}
+local answer, settled, lines, results, reached, is_settled = {}, {}, {}, {}, {}, {}
 local token_count, refused_count, resumed_count = 0, 0, 0
 for n, id in ipairs(ids) do
   local i = 6 * n - 3
-  local r, code = records[id], 0
-  if r and r.fence == tonumber(ARGV[i + 1]) and r.worker == worker then
-    if r.state == 'settled' then
+  local state, fence, holder = head_of(values[n])
+  local code = 0
+  if fence == ARGV[i + 1] and holder == worker then
+    if state == 'settled' or is_settled[id] then
       code = 1
-    elseif r.state == 'claimed' and waiting[n] and waiting[n] ~= ARGV[i + 2] then
+    elseif state == 'claimed' and waiting[n] and waiting[n] ~= ARGV[i + 2] then
       code = waiting[n]
-    elseif r.state == 'claimed' then
-      code = 1
-      r.state = 'settled'
-      if r.fence % FENCES_PER_CLAIM > 1 then resumed_count = resumed_count + 1 end
+    elseif state == 'claimed' then
+      code, is_settled[id] = 1, true
+      add_pair(lines, id, 'settled' .. string.sub(values[n], #'claimed' + 1))
+      if tonumber(fence) % FENCES_PER_CLAIM > 1 then resumed_count = resumed_count + 1 end
       settled[#settled + 1] = id
       add_pair(results, id, ARGV[i + 4])
       token_count = token_count + tonumber(ARGV[i + 5])
@@ -38,7 +39,7 @@ for n, id in ipairs(ids) do
   answer[n] = code
 end
 end_claims(turn, settled, worker)
-write_records(turn.record, settled, records)
+call_in_parts('HSET', turn.record, lines)
 call_in_parts('HDEL', turn.job, settled)
 forget_logs(turn.log, settled)
 call_in_parts('HSET', shard.turn_result, results)

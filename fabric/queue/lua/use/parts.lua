@@ -9,14 +9,15 @@ local function log_fields(ids, ...)
   return fields
 end
 
--- The parts of each turn's log, false where there is none.
+-- The parts of each turn's log, by turn; a part is false where there is none.
 local function fetch_logs(key, ids)
   local found, logs = fetch_all(key, log_fields(ids, '~1', '~2')), {}
-  for n = 1, #ids do logs[n] = {found[3 * n - 2], found[3 * n - 1], found[3 * n]} end
+  for n, id in ipairs(ids) do logs[id] = {found[3 * n - 2], found[3 * n - 1], found[3 * n]} end
   return logs
 end
 
 local function forget_logs(key, ids)
+  if #ids == 0 or redis.call('EXISTS', key) == 0 then return end -- short turns are never saved
   call_in_parts('HDEL', key, log_fields(ids, '~0', '~1', '~2'))
 end
 

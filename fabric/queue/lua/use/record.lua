@@ -3,9 +3,9 @@
 local RECORD_LENGTH_MAX = 400 -- of which a worker's name may be most; none of its numbers grows beyond what %d can write
 
 local function parse_record(value)
-  local old, new = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%S+)$', '^(%S+ %d+ %d+ %d+ %d+) (%d+) (%d+) (%d+) (%S+)$'
-  local head, blame, seen, inside, name = string.match(value, new)
-  local state, fence, attempt, loss, rerun, worker = string.match(head and head .. ' ' .. name or value, old)
+  local new, old = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%S+)$', '^(%S+) (%d+) (%d+) (%d+) (%d+) (%S+)$'
+  local state, fence, attempt, loss, rerun, blame, seen, inside, worker = string.match(value, new)
+  if not state then state, fence, attempt, loss, rerun, worker = string.match(value, old) end
   if not state or #value > RECORD_LENGTH_MAX then return nil end
   return {state = state, fence = tonumber(fence), attempt = tonumber(attempt), loss = tonumber(loss),
     rerun = tonumber(rerun), blame = tonumber(blame or 0), seen = tonumber(seen or 0), inside = tonumber(inside or 1),
@@ -14,7 +14,7 @@ end
 
 -- Whether a trajectory or turn may be called so: nobody waits for what has another name. Twin: queue/rows.py, is_job_name.
 local function is_job(id)
-  return #id <= 90 and (string.match(id, '^%w[%w_%-]*%.%d+$') or string.match(id, '^%w[%w_%-]*%.%d+%.%d+$'))
+  return #id <= 90 and string.find(id, '^%w[%w_%-]*%.%d+%.?%d*$') and string.byte(id, -1) ~= 46 -- no dot at the end
 end
 
 local FENCES_PER_CLAIM = 65536 -- of a turn, within one claim of its trajectory
