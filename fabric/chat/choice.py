@@ -67,7 +67,7 @@ class ToolChoice:
     name: str = ""
 
 
-FREE = ToolChoice()
+FREE, ANY = ToolChoice(), ToolChoice(is_forced=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ class Model:
 
 def read_choice(value: Any) -> ToolChoice | None:
     """Read a tool_choice as chat completions have it; None: it is none. "none" is not: offer no tools for it."""
-    if value in ("auto", "required"):
-        return ToolChoice(is_forced=value == "required")
+    if isinstance(value, str):
+        return {"auto": FREE, "required": ANY}.get(value)
     function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name or value != {"type": "function", "function": {"name": name}}:

@@ -111,7 +111,11 @@ class Sampling:
 
     def row(self) -> dict[str, Any]:
         """Return the fields that are not at their defaults, as plain values that JSON carries."""
-        found = {name: value for name, default in DEFAULTS if (value := getattr(self, name)) != default}
+        found = {
+            name: value
+            for name, default in DEFAULTS
+            if (value := getattr(self, name)) is not default and value != default
+        }
         if "logit_bias" in found:
             found["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         return found
@@ -131,6 +135,15 @@ class Sampling:
 DEFAULTS: tuple[tuple[str, Any], ...] = tuple(
     (each.name, each.default if each.default is not MISSING else {}) for each in fields(Sampling)
 )
+
+
+def given_fields(sampling: Sampling) -> list[str]:
+    """Name the fields whose values are not exactly their defaults, in the order of FIELDS: 1 and True are not alike."""
+    return [
+        name
+        for name, default in DEFAULTS
+        if (value := getattr(sampling, name)) is not default and (type(value) is not type(default) or value != default)
+    ]
 
 
 class Field(NamedTuple):
@@ -264,7 +277,7 @@ FIELDS: Mapping[str, Field] = {
 
 def is_field(name: str, value: Any) -> bool:
     """Tell whether a field takes a value; its default is always fine."""
-    return FIELDS[name].is_fine(value) or _is_default(name, value)
+    return _is_default(name, value) or FIELDS[name].is_fine(value)
 
 
 def check_field(name: str, value: Any, where: str) -> None:

@@ -112,12 +112,16 @@ class Limits:
     """Memory for snapshots, shared by all episodes of the agent."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Call:
-    """A turn that an episode asks for; `answer` becomes None if the trajectory's claim is lost."""
+    """A turn that an episode asks for; `answer` becomes None if the trajectory's claim is lost.
+
+    asked_at_s: when it was asked for last, on the event loop's clock.
+    """
 
     push: TurnPush
     answer: asyncio.Future[TurnResult | None]
+    asked_at_s: float
 
 
 class TurnCaller:
@@ -157,6 +161,7 @@ class TurnCaller:
         self._asked: list[_Call] = []
         self._cancelled: list[TurnPush] = []
         self._has_asked = asyncio.Event()
+        self._look_at_s = -math.inf
         self._homes = Homes()
 
     async def ask(
@@ -173,26 +178,25 @@ class TurnCaller:
         trajectory = played_at(claim)
         if trajectory is not None:
             job = replace(job, traceparent=trajectory.child(job.turn_id).traceparent)
-        name, begun_s = claim.job.trajectory_id, asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        name, begun_s = claim.job.trajectory_id, loop.time()
         home = self._homes.leave(name)
         push = _push(claim, job, files, home if goes_home else NO_HOME)
         if not self._waiting:
             self._hear()
-        call = self._waiting[job.turn_id] = _Call(push, asyncio.get_running_loop().create_future())
+        call = self._waiting[job.turn_id] = _Call(push, loop.create_future(), begun_s)
+        self._asked.append(call)
+        self._has_asked.set()
         try:
-            while not call.answer.done():
-                self._asked.append(call)
-                self._has_asked.set()
-                await asyncio.wait([call.answer], timeout=self._ask_again_s)
+            result = await call.answer
         finally:
             call.answer.cancel()  # also stops a push that still waits: its answer would look like a later claim's
             if self._waiting.get(job.turn_id) is call:  # false if a later claim asks for the same turn
                 del self._waiting[job.turn_id]
-        result = call.answer.result()
         if result is None:
             raise _lost(claim)
         self._quarantine.clear(claim)
-        ended_s = asyncio.get_running_loop().time()
+        ended_s = loop.time()
         self._timings.note("turn", ended_s - begun_s, name)
         if trajectory is not None and self._timings.spans.is_on:
             self._trace(trajectory, push, result, begun_s, ended_s)
@@ -274,9 +278,9 @@ class TurnCaller:
                 raise
 
     async def receive(self) -> None:
-        """Bring each result to the episode that waits for it; for ever."""
+        """Bring each result to the episode that waits for it, and ask again for turns that take long; for ever."""
         while True:
-            results = await self._turns.results(self.agent_id, 1.0)
+            results = await self._turns.results(self.agent_id, min(1.0, self._ask_again_s))
             self.answered_at_s = asyncio.get_running_loop().time()
             for result in results:
                 self._hear()
@@ -284,6 +288,18 @@ class TurnCaller:
                 call = self._waiting.get(result.turn_id)
                 if call is not None and not call.answer.done():
                     call.answer.set_result(result)
+            if self.answered_at_s >= self._look_at_s:
+                self._ask_again(self.answered_at_s)
+
+    def _ask_again(self, now_s: float) -> None:
+        """Ask again for turns that were last asked for long ago: somebody may have lost them."""
+        self._look_at_s = now_s + min(1.0, self._ask_again_s)
+        due = [call for call in self._waiting.values() if now_s - call.asked_at_s >= self._ask_again_s]
+        for call in due:
+            call.asked_at_s = now_s
+        if due:
+            self._asked += due
+            self._has_asked.set()
 
 
 def played_at(claim: TrajectoryClaim) -> Place | None:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from ...fabric.contract.images import NO_FILES, ImagePlace
-from ...fabric.contract.records import Float32, Int32, Side, Span, TurnResult, UInt8
+from ...fabric.contract.records import Float32, Int32, Side, Span, TurnResult
 from ...fabric.contract.sides import WHEN_READ, joined
 from ...fabric.model.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ class Transcript:
         self.rewards: list[float] = []
         self._ids: list[Int32] = []
         self._logprobs: list[Float32] = []
-        self._mask: list[UInt8] = []
+        self._mask: list[int] = []  # of each part, alike for all of its tokens
         self._length = 0
         self._sides: list[Side] = []
         self._told = -len(prompt_ids)  # the end of the last turn: what follows was read by the next one
@@ -87,7 +87,7 @@ class Transcript:
             "prompt_ids": self.prompt_ids,
             "completion_ids": _joined(self._ids, np.int32),
             "logprobs": _joined(self._logprobs, np.float32),
-            "completion_mask": _joined(self._mask, np.uint8),
+            "completion_mask": np.repeat(np.array(self._mask, np.uint8), [len(ids) for ids in self._ids]),
             "spans": tuple(self.spans),
             "sides": joined(self._sides),
         }
@@ -96,7 +96,7 @@ class Transcript:
         self._digest.update(ids.tobytes())
         self._ids.append(ids)
         self._logprobs.append(logprobs)
-        self._mask.append(np.full(len(ids), mask, np.uint8))
+        self._mask.append(mask)
         self._length += len(ids)
 
 

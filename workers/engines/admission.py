@@ -16,7 +16,7 @@ from ...fabric.chat.vision import Vision
 from ...fabric.contract.errors import EngineError, EngineUnsupported, InputError
 from ...fabric.contract.limits import KEPT_ID_COUNT_MAX, TURN_SIDES_BYTES_MAX
 from ...fabric.contract.records import Int32
-from ...fabric.contract.sampling import FIELDS, GUIDED, is_field, is_whole
+from ...fabric.contract.sampling import FIELDS, GUIDED, given_fields, is_field, is_whole
 from ...fabric.contract.text import shown
 from .base import GenerationRequest
 from .stops import Pieces, StopMatcher
@@ -51,7 +51,7 @@ def context_of(
         EngineError: nothing can follow them in this engine, or they are not of its vocabulary.
     """
     _check_sampling(request, vocabulary_size)
-    for name in request.sampling.row():
+    for name in given_fields(request.sampling) if cannot else ():
         if name in cannot:
             raise EngineUnsupported(
                 f"request {request.request_id!r} asks for {name}, which {engine} cannot do: {cannot[name]}",
@@ -85,7 +85,7 @@ def context_of(
     if count is not None and 4 * (1 + 2 * count) * ids.size > TURN_SIDES_BYTES_MAX:
         most = f"{TURN_SIDES_BYTES_MAX // (4 * (1 + 2 * count)):,} tokens of prompt"
         raise _refused(request, "prompt_logprobs", count, f"with it at most {most}, and this one has {ids.size:,}")
-    if ids.min() < 0 or ids.max() >= vocabulary_size:
+    if ids.view(f"u{ids.itemsize}").max() >= vocabulary_size:  # below 0 is far above it
         # prior tokens are an engine's, and another attempt makes others; a prompt stays what it is
         own = request.prompt_ids
         error = EngineUnsupported if own.size and (own.min() < 0 or own.max() >= vocabulary_size) else EngineError
@@ -128,10 +128,10 @@ def _check_sampling(request: GenerationRequest, vocabulary_size: int) -> None:
     A `max_tokens` that leaves nothing to make ends a request at once, and is no fault.
     """
     sampling = request.sampling
-    for name, takes in FIELDS.items():
+    for name in given_fields(sampling):
         value = getattr(sampling, name)
         if not is_field(name, value) and not (name == "max_tokens" and is_whole(value)):
-            raise _refused(request, name, value, takes.takes)
+            raise _refused(request, name, value, FIELDS[name].takes)
     for name in ("stop_ids", "logit_bias"):
         beyond = [token for token in getattr(sampling, name) if not _is_of(token, vocabulary_size)]
         if beyond:

@@ -55,7 +55,10 @@ async def check_step(answer: Any, where: str, *, is_chat: bool) -> Step:
         advice = "begin it with messages, or answer with a text"
         raise _failed(where, "step", f"gave messages, though the episode began with a text: {advice}")
     try:
-        terminated, truncated = (flag("step", name, getattr(answer, name)) for name in ("terminated", "truncated"))
+        terminated, truncated = (
+            flag("step", "terminated", answer.terminated),
+            flag("step", "truncated", answer.truncated),
+        )
     except Refused as error:
         raise EnvironmentFailed(f"{where}: {error}", reason="step") from error
     row = await _check(where, "step", {"text": answer.text, "info": answer.info, "messages": answer.messages or []})
@@ -77,16 +80,26 @@ async def _check(where: str, what: str, row: dict[str, Any]) -> dict[str, Any]:
     if row["text"] and row["messages"]:
         raise _failed(where, what, "gave a text and messages, of which one is heard: say the text in a message")
     try:
-        is_brief = weigh(list(row.values()), BRIEF) <= BRIEF
-        return _checked(what, row) if is_brief else await asyncio.to_thread(_checked, what, row)
+        size = len(row["text"]) if _is_text_alone(row) else weigh(list(row.values()), BRIEF)
+        if size > BRIEF:
+            return await asyncio.to_thread(_checked, what, row)
+        return _fitting(what, row)  # each part weighs less than its limit
     except (Refused, PayloadTooLarge) as error:
         raise EnvironmentFailed(f"{where}: {error}", reason=what) from error
+
+
+def _is_text_alone(row: dict[str, Any]) -> bool:
+    return all(type(value) in (dict, list) and not value for name, value in row.items() if name != "text")
 
 
 def _checked(what: str, row: dict[str, Any]) -> dict[str, Any]:
     _check_weight(f"{what}: its info is", row["info"], INFO_BYTES_MAX)
     for name in ("messages", "tools", "ids"):
         _check_weight(f"{what}: its {name} are", row.get(name), ROW_LIMITS.get(name, OBSERVATION_BYTES_MAX))
+    return _fitting(what, row)
+
+
+def _fitting(what: str, row: dict[str, Any]) -> dict[str, Any]:
     fit(what, row, ROW_LIMITS)
     for index, each in enumerate(row.get("ids", ())):
         if not (is_whole(each) and 0 <= each <= TOKEN_ID_MAX):
@@ -94,12 +107,14 @@ def _checked(what: str, row: dict[str, Any]) -> dict[str, Any]:
                 f"number {index} of its ids is {one_line(f'{each!r:.40}')}, expected a token id, 0 to {TOKEN_ID_MAX:,}"
             )
             raise Refused("answer", f"{what}: {said}")
+    if not row["messages"] and not row.get("tools"):
+        return row
     checks = {"messages": check_messages, "tools": check_tools}
     try:
         checked = {**row, **{name: check(row[name]) for name, check in checks.items() if row.get(name)}}
     except (InputError, PayloadTooLarge) as error:
         raise Refused("answer", f"{what}: {error.message}") from error
-    size = len(dump_json(checked.get("messages", ()))) - url_bytes(checked.get("messages", ()))
+    size = len(dump_json(checked["messages"])) - url_bytes(checked["messages"])
     if size > OBSERVATION_BYTES_MAX:
         limit = f"the limit is {OBSERVATION_BYTES_MAX:,}: let them be shorter"
         raise Refused("answer", f"{what}: its messages are {size:,} bytes as JSON, without their images; {limit}")

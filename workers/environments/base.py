@@ -183,16 +183,22 @@ def check_setting(where: str, name: str, value: Any) -> Any:
         return _check_sampling(where, value)
     if name == "recovery":
         is_fine = isinstance(value, str) and value in get_args(Recovery)
-        expected = f"one of {', '.join(get_args(Recovery))}"
     elif name == "tool_choice":
         is_fine = read_choice(value) is not None
-        expected = '"auto", "required" or {"type": "function", "function": {"name": …}}'
     else:
         is_fine = is_whole(value) and 1 <= value <= TURN_COUNT_MAX
-        expected = f"a whole number from 1 to {TURN_COUNT_MAX:,}"
     if not is_fine:
-        raise EnvironmentFailed(f"{where}: {name} is {shown(value)}, expected {expected}", reason="make")
+        raise EnvironmentFailed(f"{where}: {name} is {shown(value)}, expected {_expected(name)}", reason="make")
     return value
+
+
+def _expected(name: str) -> str:
+    """Say what one of SETTINGS takes."""
+    return {
+        "recovery": f"one of {', '.join(get_args(Recovery))}",
+        "tool_choice": '"auto", "required" or {"type": "function", "function": {"name": …}}',
+        "turn_count_max": f"a whole number from 1 to {TURN_COUNT_MAX:,}",
+    }[name]
 
 
 def _check_sampling(where: str, value: Any) -> TextSampling:

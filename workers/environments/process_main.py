@@ -229,7 +229,8 @@ def fit(what: str, row: dict[str, Any], limits: dict[str, int]) -> dict[str, Any
     for name, verb, form, advice in sizes:
         value, limit = row[name], limits.get(name, limits["text"])
         try:
-            told = value if name == "text" else to_json(value)
+            is_empty = type(value) is dict and not value  # as most infos are
+            told = value if name == "text" else "{}" if is_empty else to_json(value)
             size = len(told if len(told) > limit else told.encode()) if isinstance(told, str) else 0  # refused later
         except UnicodeEncodeError as error:
             raise Refused("answer", f"{what}: its {name} {verb} no Unicode: {describe(error)}") from error
@@ -250,6 +251,8 @@ def chat_of(answer: Any, name: str) -> Any:
 
 def flag(what: str, name: str, value: Any) -> bool:
     """Return what should be True or False as that; 0, 1 and numpy's are taken. Raises Refused: it is neither."""
+    if type(value) is bool:
+        return value
     try:
         is_flag = not isinstance(value, str) and bool(value == bool(value))
     except Exception:  # noqa: BLE001 - another class's == may raise anything: it is neither

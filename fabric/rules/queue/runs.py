@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 from ...contract.errors import RunMismatch
 from ...contract.ids import trajectory_of
@@ -53,10 +54,13 @@ def cache_salt(config: RunConfig, turn_id: str) -> str:
 
     A hash: vLLM takes no salt above 128 characters.
     """
-    parts = [config.run_id]
-    if config.prefix_cache == "trajectory":
-        parts.append(trajectory_of(turn_id))
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
+    is_alone = config.prefix_cache == "trajectory"
+    return _salt(f"{config.run_id} {trajectory_of(turn_id)}" if is_alone else config.run_id)
+
+
+@lru_cache(maxsize=4096)
+def _salt(sharers: str) -> str:
+    return hashlib.sha256(sharers.encode()).hexdigest()[:32]
 
 
 def _differing(existing: RunConfig, wanted: RunConfig) -> list[str]:
