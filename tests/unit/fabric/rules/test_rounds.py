@@ -18,10 +18,11 @@ from rollfab.fabric.rules.rounds import Round, TailRounds
 @dataclass(frozen=True)
 class Done:
     group_id: str
+    task: int = 0
 
 
-def rounds(count: int = 50, *, state: Any = None, groups: int = 8, size: int = 4, spare: float = 0.25) -> Any:
-    return TailRounds(range(count), group_count=groups, group_size=size, spare=spare, state=state)
+def rounds(count: int = 50, *, state: Any = None, groups: int = 8, spare: float = 0.25, keep: Any = None) -> Any:
+    return TailRounds(range(count), group_count=groups, group_size=4, spare=spare, keep=keep, state=state)
 
 
 def first(made: Round[int]) -> list[Done]:
@@ -77,6 +78,52 @@ def test_every_task_is_trained_on_once_whenever_it_is_begun_again(
         if dice.random() < 0.5:
             made = rounds(count, groups=groups, spare=spare, state=json.loads(json.dumps(made.state())))
     assert sorted(trained) == list(range(count))
+
+
+@given(
+    count=st.integers(0, 60),
+    groups=st.integers(1, 7),
+    vain=st.sets(st.integers(0, 59)),
+    spare=st.sampled_from([0.01, 0.25, 1.0]),
+    dice=st.randoms(use_true_random=False),
+)
+def test_what_teaches_nothing_makes_way_for_others_whenever_a_round_is_begun_again(
+    count: int, groups: int, vain: set[int], spare: float, dice: Any
+) -> None:
+    pushed: dict[str, int] = {}  # what the run has, by name
+    trained: list[int] = []
+    dropped: set[int] = set()
+
+    def begun(state: Any = None) -> Any:
+        return rounds(count, groups=groups, spare=spare, keep=lambda group: group.task not in vain, state=state)
+
+    def push(batch: Any) -> list[str]:
+        new = [name for name in batch.group_ids if name not in pushed]
+        for name, task in zip(batch.group_ids, batch.tasks, strict=True):
+            assert pushed.setdefault(name, task) == task, "the same task whenever it is pushed"
+        return new
+
+    made = begun()
+    while (now := made.next()) is not None:
+        coming, done = push(now), []
+        while not made.is_over:
+            if dice.random() < 0.1:  # killed; none of the round's groups was acknowledged: all come again, in any order
+                made = begun(json.loads(json.dumps(made.state())))
+                push(made.next())
+                coming, done = [name for name in pushed if name.startswith(f"round-{made.state()['round']}-")], []
+            name = coming.pop(dice.randrange(len(coming)))
+            if made.takes(Done(name, pushed[name])):
+                done.append(Done(name, pushed[name]))
+            elif not made.is_over:
+                dropped.add(pushed[name])
+            assert made.takes(Done(name, pushed[name])) == (done[-1:] == [Done(name, pushed[name])]), "however often"
+            if (more := made.more()) is not None:
+                coming += push(more)
+        assert len(done) == now.needed or not list(made._tasks)
+        trained += [each.task for each in done]
+        made.end(done)
+    assert sorted([*trained, *dropped]) == list(range(count))
+    assert dropped == vain & set(range(count))
 
 
 @pytest.mark.parametrize(
