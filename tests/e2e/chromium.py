@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.until import PATIENCE
+from tests.support.until import until
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
@@ -120,35 +120,38 @@ class Page:
 
     async def wait_text(self, selector: str, expected: str, timeout_s: float = 6.0) -> None:
         """Wait until an element shows a text that contains `expected`."""
-        for _ in range(int(PATIENCE * timeout_s / STEP_S)):
-            if expected in ((shown := await self.text(selector)) or ""):
-                return
-            await asyncio.sleep(STEP_S)
-        raise AssertionError(f"{selector} shows {shown!r} after {PATIENCE * timeout_s:g} s, expected {expected!r}")
+        shown: str | None = None
+
+        async def is_shown() -> bool:
+            nonlocal shown
+            shown = await self.text(selector)
+            return expected in (shown or "")
+
+        await until(is_shown, lambda: f"{expected!r} in {selector}, which shows {shown!r}", timeout_s, STEP_S)
 
     async def wait_gone(self, selector: str, timeout_s: float = 30.0) -> None:
         """Wait until an element is hidden, or not there."""
-        for _ in range(int(PATIENCE * timeout_s / STEP_S)):
-            if await self.text(selector) is None:
-                return
-            await asyncio.sleep(STEP_S)
-        raise AssertionError(f"{selector} is still there after {PATIENCE * timeout_s:g} s")
+
+        async def is_gone() -> bool:
+            return await self.text(selector) is None
+
+        await until(is_gone, f"{selector} is gone", timeout_s, STEP_S)
 
     async def wait_for(self, find: str, timeout_s: float = 6.0) -> None:
         """Wait until an element is there and visible."""
-        for _ in range(int(PATIENCE * timeout_s / STEP_S)):
-            if await self.evaluate(f"(e => !!e && e.checkVisibility())({find})"):
-                return
-            await asyncio.sleep(STEP_S)
-        raise AssertionError(f"{find} is not there after {PATIENCE * timeout_s:g} s")
+        seen = f"(e => !!e && e.checkVisibility())({find})"
+        await until(lambda: self.evaluate(seen), f"{find} is there", timeout_s, STEP_S)
 
     async def wait_value(self, expression: str, expected: Any, timeout_s: float = 6.0) -> None:
         """Wait until a JavaScript expression has the value `expected`: what a page draws comes after what it writes."""
-        for _ in range(int(PATIENCE * timeout_s / STEP_S)):
-            if (found := await self.evaluate(expression)) == expected:
-                return
-            await asyncio.sleep(STEP_S)
-        raise AssertionError(f"{expression} is {found!r} after {PATIENCE * timeout_s:g} s, expected {expected!r}")
+        found: Any = None
+
+        async def has_it() -> bool:
+            nonlocal found
+            found = await self.evaluate(expression)
+            return bool(found == expected)
+
+        await until(has_it, lambda: f"{expression} is {expected!r}, but {found!r}", timeout_s, STEP_S)
 
     async def click(self, selector: str) -> None:
         """Click the middle of an element with a real mouse event, once it is there."""

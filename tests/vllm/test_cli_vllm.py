@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +22,9 @@ from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import ConfigError
 from rollfab.workers.engines.vllm.arguments import parse_words
 from rollfab.workers.engines.vllm.common.logs import MARK
+from tests.support.until import wait_until
 
-START_S = 150.0
+START_S = 60.0
 END_S = 40.0
 
 # ---------------------------------------------------------------- words
@@ -103,11 +103,12 @@ def running_worker(broker_url: str, log: Path, name: str) -> Iterator[tuple[subp
     worker = rollfab(broker_url, *worker_words(log, name))
     children: list[psutil.Process] = []
     try:
-        deadline_s = time.monotonic() + START_S
-        while not is_up(broker_url, name):
-            time.sleep(0.2)
+
+        def is_there() -> bool:
             assert worker.poll() is None, worker.communicate()
-            assert time.monotonic() < deadline_s, log.read_text()[-2000:]
+            return is_up(broker_url, name)
+
+        wait_until(is_there, lambda: log.read_text()[-2000:], START_S, 0.2)
         children = psutil.Process(worker.pid).children(recursive=True)
         yield worker, next(child for child in children if "EngineCore" in child.name())
     finally:

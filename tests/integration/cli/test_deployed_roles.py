@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,11 +21,12 @@ from rollfab.deploy.cli.status import snapshot
 from rollfab.fabric.broker.server_process import server_binary
 from tests.support.brokers.redis_server import free_port
 from tests.support.processes.fabric_processes import PYTHONPATH
+from tests.support.until import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVICES = yaml.safe_load((ROOT / "deploy" / "compose" / "compose.yaml").read_text("utf-8"))["services"]
 PAGE = (ROOT / "docs" / "deploying.md").read_text("utf-8")
-STARTED_S = 200.0  # a worker loads torch, beside other tests: 10 s on an idle machine
+STARTED_S = 60.0  # a worker loads torch: 10 s on an idle machine
 ROLES = ("controller", "agent", "reward", "worker", "api")
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
@@ -85,12 +85,12 @@ def is_well(service: str, port: int) -> bool:
 
 
 def until(is_so: Callable[[], bool], *living: subprocess.Popen[bytes]) -> None:
-    deadline_s = time.monotonic() + STARTED_S
-    while not is_so():
+    def is_well() -> bool:
         ended = [each.args for each in living if each.poll() is not None]
         assert not ended, f"{ended} ended by itself"
-        assert time.monotonic() < deadline_s, "it did not become well"
-        time.sleep(0.2)
+        return is_so()
+
+    wait_until(is_well, "it is well", STARTED_S, 0.2)
 
 
 def environment_of(access: Path, service: str, port: int) -> dict[str, str]:

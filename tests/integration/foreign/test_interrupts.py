@@ -28,6 +28,7 @@ from rollfab.fabric.broker.embedded import EmbeddedBroker
 from rollfab.fabric.contract.errors import BrokerError
 from rollfab.fabric.host.directories import owner_only
 from rollfab.trainer.client import _Event
+from tests.support.until import wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -357,10 +358,8 @@ def test_a_broker_that_waits_for_its_directory_ends_with_130_when_it_is_interrup
     with open(home / "broker.lock", "wb", opener=owner_only) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) as process:
-            limit_s = time.monotonic() + 60
-            while lock.name not in [each.path for each in psutil.Process(process.pid).open_files()]:
-                assert process.poll() is None and time.monotonic() < limit_s
-                time.sleep(0.05)
+            opened = psutil.Process(process.pid).open_files
+            wait_until(lambda: lock.name in [each.path for each in opened()], "it waits for the lock", 20, 0.05)
 
             # When who waits for it is interrupted, then that is its end
             process.send_signal(signal.SIGINT)
@@ -460,10 +459,12 @@ def running(broker: EmbeddedBroker, words: list[str]) -> Iterator[subprocess.Pop
     with subprocess.Popen(line, env=environment, stdout=PIPE, stderr=PIPE, text=True) as process:
         try:
             with redis.Redis.from_url(broker.url) as client:
-                limit_s = time.monotonic() + 100
-                while not any(row["tot-cmds"] not in ("", "0", "1", "2", "3") for row in others(client)):
-                    assert process.poll() is None and time.monotonic() < limit_s
-                    time.sleep(0.05)
+
+                def asks() -> bool:
+                    assert process.poll() is None, process.communicate()
+                    return any(row["tot-cmds"] not in ("", "0", "1", "2", "3") for row in others(client))
+
+                wait_until(asks, every_s=0.05)
             yield process
         finally:
             process.kill()

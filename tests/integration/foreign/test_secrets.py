@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -183,14 +182,15 @@ def up(server: RedisServer, directory: Path, port: int) -> Iterator[subprocess.P
 
 def wait_until_ready(page: httpx.Client, logs: Path) -> None:
     """Until the api answers, and a worker of each kind is known to it."""
-    limit_s = time.monotonic() + 100
-    roles: set[str] = set()
-    while not roles >= {"controller", "agent", "dedicated", "serving", "reward"}:
-        assert time.monotonic() < limit_s, "\n".join(path.read_text()[-2000:] for path in logs.rglob("*.log"))
+
+    def are_there() -> bool:
         try:
             roles = {row["role"] for row in page.get("/v1/workers").json()["workers"]}
         except (httpx.TransportError, KeyError):
-            time.sleep(0.1)
+            return False
+        return roles >= {"controller", "agent", "dedicated", "serving", "reward"}
+
+    wait_until(are_there, lambda: "\n".join(path.read_text()[-2000:] for path in logs.rglob("*.log")), every_s=0.1)
 
 
 @pytest.mark.slow
@@ -288,13 +288,14 @@ def _bearer(key: str) -> dict[str, str]:
 
 def _get(page: httpx.Client, path: str, key: str) -> httpx.Response:
     """An answer, once there is somebody to answer."""
-    limit_s = time.monotonic() + 60
-    while True:
+
+    def asked() -> list[httpx.Response]:
         try:
-            return page.get(path, headers=_bearer(key))
+            return [page.get(path, headers=_bearer(key))]
         except httpx.TransportError:
-            assert time.monotonic() < limit_s
-            time.sleep(0.1)
+            return []
+
+    return wait_until(asked, "somebody answers", every_s=0.1)[0]  # type: ignore[no-any-return]
 
 
 def test_a_plain_key_on_the_command_line_is_refused_and_not_repeated() -> None:

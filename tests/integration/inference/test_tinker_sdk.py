@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,10 +129,12 @@ def waiting_sample(fleet: InferenceProcess, tmp_path: Path) -> subprocess.Popen[
 def paused(process: subprocess.Popen[bytes], tmp_path: Path) -> str:
     """Wait until the SDK logs that it is paused; not by fabric.until, which starts dead children again."""
     log = tmp_path / LOGGED
-    deadline_s = time.monotonic() + 120.0
-    while "Sampling is paused" not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline_s, "the SDK does not log that it is paused"
-        time.sleep(0.1)
+
+    def is_said() -> bool:
+        assert process.poll() is None
+        return "Sampling is paused" in log.read_text()
+
+    wait_until(is_said, "the SDK logs that it is paused", 40.0, 0.1)
     (line,) = [each for each in log.read_text().splitlines() if "Sampling is paused" in each]
     return line
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -24,7 +23,7 @@ from rollfab.fabric.queue.keys import ShardKeys
 from rollfab.trainer.client import Run
 from tests.bench.lively import lively_weights
 from tests.support.brokers.key_table import unaccounted
-from tests.support.until import PATIENCE
+from tests.support.until import wait_until
 
 ROOT = Path(__file__).parents[3]
 PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -96,12 +95,14 @@ class Processes:
 
     def until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
         """Poll, restarting children that died; returns what the condition said."""
-        limit_s = time.monotonic() + PATIENCE * timeout_s
-        while not (met := condition()):
-            assert time.monotonic() < limit_s, f"after {PATIENCE * timeout_s:g} s still not: {what}\n{self.logs()}"
-            self.supervisor.watch()
-            time.sleep(0.005)
-        return met
+
+        def met() -> Any:
+            said = condition()
+            if not said:
+                self.supervisor.watch()
+            return said
+
+        return wait_until(met, lambda: f"{what}\n{self.logs()}", timeout_s)
 
     def ask(self, question: Callable[[RedisFabric], Awaitable[T]]) -> T:
         """Ask the ports themselves something."""

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from rollfab.deploy.local import supervisor as supervisors
 from rollfab.deploy.local.logs import LogFile, Wanted
 from rollfab.deploy.local.supervisor import Supervisor
 from rollfab.deploy.main import app
+from tests.support.until import wait_until
 
 
 def stamped(second: int, text: str, level: str = "INFO") -> str:
@@ -146,11 +146,12 @@ def test_logs_of_children_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(supervisors, "LOG_LOOK_S", 0.0)
     with Supervisor(tmp_path) as supervisor:
         supervisor.add("chatty", ["status", "--help"])
-        end_s = time.monotonic() + 30
-        while not (tmp_path / "chatty.log.1").exists():
-            assert time.monotonic() < end_s
+
+        def has_turned() -> bool:
             supervisor.watch()
-            time.sleep(0.02)
+            return (tmp_path / "chatty.log.1").exists()
+
+        wait_until(has_turned, limit_s=10, every_s=0.02)
     assert (tmp_path / "chatty.log").stat().st_size < 4_000
     assert (tmp_path / "chatty.log.1").stat().st_mode & 0o077 == 0, "for its user alone"
 
