@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import xxhash
@@ -113,8 +114,8 @@ class Sampling:
         """Return the fields that are not at their defaults, as plain values that JSON carries."""
         found = {
             name: value
-            for name, default in DEFAULTS
-            if (value := getattr(self, name)) is not default and value != default
+            for value, (name, default) in zip(_values(self), DEFAULTS, strict=True)
+            if value is not default and value != default
         }
         if "logit_bias" in found:
             found["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
@@ -135,14 +136,15 @@ class Sampling:
 DEFAULTS: tuple[tuple[str, Any], ...] = tuple(
     (each.name, each.default if each.default is not MISSING else {}) for each in fields(Sampling)
 )
+_values = attrgetter(*(name for name, _ in DEFAULTS))  # all at once: a turn's are read several times
 
 
 def given_fields(sampling: Sampling) -> list[str]:
     """Name the fields whose values are not exactly their defaults, in the order of FIELDS: 1 and True are not alike."""
     return [
         name
-        for name, default in DEFAULTS
-        if (value := getattr(sampling, name)) is not default and (type(value) is not type(default) or value != default)
+        for value, (name, default) in zip(_values(sampling), DEFAULTS, strict=True)
+        if value is not default and (type(value) is not type(default) or value != default)
     ]
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -50,8 +50,9 @@ def context_of(
             prompt fills the context, or has images or ids that the model has not.
         EngineError: nothing can follow them in this engine, or they are not of its vocabulary.
     """
-    _check_sampling(request, vocabulary_size)
-    for name in given_fields(request.sampling) if cannot else ():
+    names = given_fields(request.sampling)
+    _check_sampling(request, names, vocabulary_size)
+    for name in names:
         if name in cannot:
             raise EngineUnsupported(
                 f"request {request.request_id!r} asks for {name}, which {engine} cannot do: {cannot[name]}",
@@ -122,13 +123,14 @@ def check_images(request: GenerationRequest, vision: Vision) -> None:
         end = image.end
 
 
-def _check_sampling(request: GenerationRequest, vocabulary_size: int) -> None:
+def _check_sampling(request: GenerationRequest, names: Sequence[str], vocabulary_size: int) -> None:
     """Require values that every engine samples at as they are written, and token ids of the model.
 
-    A `max_tokens` that leaves nothing to make ends a request at once, and is no fault.
+    names: of the fields that are not at their defaults. A `max_tokens` that leaves nothing to make ends a request at
+    once, and is no fault.
     """
     sampling = request.sampling
-    for name in given_fields(sampling):
+    for name in names:
         value = getattr(sampling, name)
         if not is_field(name, value) and not (name == "max_tokens" and is_whole(value)):
             raise _refused(request, name, value, FIELDS[name].takes)
@@ -136,7 +138,7 @@ def _check_sampling(request: GenerationRequest, vocabulary_size: int) -> None:
         beyond = [token for token in getattr(sampling, name) if not _is_of(token, vocabulary_size)]
         if beyond:
             raise _refused(request, name, beyond, f"token ids from 0 to {vocabulary_size - 1}")
-    guides = sorted(name for name in GUIDED if getattr(sampling, name))
+    guides = sorted(GUIDED.intersection(names))
     if len(guides) > 1:
         raise _refused(request, " and ".join(guides), getattr(sampling, guides[-1]), "one of them")
 
