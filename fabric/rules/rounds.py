@@ -109,11 +109,17 @@ class TailRounds(Generic[T]):
         self._owed = 0  # tasks, in the places of what was dropped; below 0: pushed before that came again
 
     def next(self) -> Round[T] | None:
-        """Return the round under way, or the next one; None: every task was trained on, or dropped."""
+        """Return the round under way, or the next one; None: every task was trained on, or dropped.
+
+        The one under way begins again: all of its groups come again to whoever left the block that received them.
+        """
         if self._round is None:
-            self._before = self.state()
-            self._pushed, self._taken, self._dropped, self._unpushed, self._owed = {}, set(), set(), [], 0
+            self._before, self._pushed = self.state(), {}
             self._round = self._made()
+        first = 0 if self._round is None else len(self._round.tasks)
+        self._taken, self._dropped = set(), set()
+        self._unpushed = list(self._pushed)[first:]  # the caller may have been interrupted before it pushed them
+        self._owed = -len(self._unpushed)
         return self._round
 
     def takes(self, group: Group) -> bool:

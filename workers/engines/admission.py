@@ -53,7 +53,7 @@ def context_of(
     names = given_fields(request.sampling)
     _check_sampling(request, names, vocabulary_size)
     for name in names:
-        if name in cannot:
+        if name in cannot and name in request.sampling.row():  # 0 for 0.0 asks for nothing
             raise EngineUnsupported(
                 f"request {request.request_id!r} asks for {name}, which {engine} cannot do: {cannot[name]}",
                 request_id=request.request_id,

@@ -103,19 +103,21 @@ def test_what_teaches_nothing_makes_way_for_others_whenever_a_round_is_begun_aga
             assert pushed.setdefault(name, task) == task, "the same task whenever it is pushed"
         return new
 
+    def of_round(made: Any) -> list[str]:
+        return [name for name in pushed if name.startswith(f"round-{made.state()['round']}-")]
+
     made = begun()
     while (now := made.next()) is not None:
         coming, done = push(now), []
         while not made.is_over:
-            if dice.random() < 0.1:  # killed; none of the round's groups was acknowledged: all come again, in any order
-                made = begun(json.loads(json.dumps(made.state())))
+            if (fate := dice.random()) < 0.2:  # killed, or interrupted and gone on with: all groups come again
+                made = begun(json.loads(json.dumps(made.state()))) if fate < 0.1 else made
                 push(made.next())
-                coming, done = [name for name in pushed if name.startswith(f"round-{made.state()['round']}-")], []
+                coming, done = of_round(made), []
             name = coming.pop(dice.randrange(len(coming)))
             if made.takes(Done(name, pushed[name])):
                 done.append(Done(name, pushed[name]))
-            elif not made.is_over:
-                dropped.add(pushed[name])
+            dropped |= {pushed[name]} & vain
             assert made.takes(Done(name, pushed[name])) == (done[-1:] == [Done(name, pushed[name])]), "however often"
             if (more := made.more()) is not None:
                 coming += push(more)

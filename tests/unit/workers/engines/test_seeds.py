@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfab.fabric.contract.errors import EngineError
+from rollfab.fabric.contract.errors import EngineError, EngineUnsupported
 from rollfab.fabric.contract.records import Sampling
 from rollfab.fabric.contract.sampling import SEED_MAX, is_seed, turn_seed
 from rollfab.workers.engines.admission import context_of
@@ -145,3 +145,18 @@ def test_no_two_turns_of_siblings_share_a_seed() -> None:
 def test_every_turn_gets_a_seed_that_engines_take(run_seed: int, index: int, turn: int) -> None:
     assert is_seed(turn_seed(run_seed, f"g.{index}", turn))
     assert turn_seed(run_seed, f"g.{index}", turn) != turn_seed(run_seed, f"g.{index}", turn + 1)
+
+
+# ---- what an engine has not
+
+
+def test_a_default_that_is_written_otherwise_asks_an_engine_for_nothing() -> None:
+    def ask(sampling: Sampling) -> None:
+        request = GenerationRequest(request_id="r", prompt_ids=np.zeros(1, np.int32), sampling=sampling)
+        context_of(request, context_tokens_max=8, vocabulary_size=8, cannot={"min_p": "it has none"})
+
+    ask(Sampling(min_p=0, stop=[]))  # type: ignore[arg-type]  # as JSON may have it
+    with pytest.raises(EngineUnsupported, match=r"asks for min_p, which this engine cannot do: it has none"):
+        ask(Sampling(min_p=0.5))
+    with pytest.raises(EngineUnsupported, match=r"has min_p False"):
+        ask(Sampling(min_p=False))
