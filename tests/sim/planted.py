@@ -81,8 +81,8 @@ def in_lua(*changes: tuple[str, str]) -> Patch:
 IN_LUA: dict[str, tuple[str, str]] = {
     # Whoever hands a turn in is believed to hold it.
     "turn-settled-without-fence": (
-        "  if r and r.fence == tonumber(ARGV[i + 1]) and r.worker == worker then",
-        "  if r and (r.state == 'claimed' or r.fence == tonumber(ARGV[i + 1]) and r.worker == worker) then",
+        "  if fence == ARGV[i + 1] and holder == worker then",
+        "  if state == 'claimed' or fence == ARGV[i + 1] and holder == worker then",
     ),
     # Parts of what a turn had made outlive it.
     "parts-outlive-their-turn": (
@@ -116,8 +116,9 @@ IN_LUA: dict[str, tuple[str, str]] = {
     ),
     # What was taken back is handed out again under the fence it had.
     "fence-not-raised": (
-        "r.inside = 'claimed', r.fence + 1, worker",
-        "r.inside = 'claimed', r.fence + (r.fence % FENCES_PER_CLAIM > 0 and 0 or 1), worker",
+        "  fence, attempt, loss = tonumber(fence) + 1, tonumber(attempt), tonumber(loss)",
+        "  fence, attempt, loss = tonumber(fence), tonumber(attempt), tonumber(loss)\n"
+        "  fence = fence + (fence % FENCES_PER_CLAIM > 0 and 0 or 1)",
     ),
     # Whatever an agent held when it died is to blame for that.
     "everyone-blamed": (
@@ -151,8 +152,8 @@ IN_LUA: dict[str, tuple[str, str]] = {
     ),
     # A turn that waits for what suits it is never seen by anybody.
     "suited-turns-forgotten": (
-        "  wait_at_home(has_home and home or SUITED, class, now, tokens, id)",
-        "  if has_home then wait_at_home(home, class, now, tokens, id) end",
+        "  wait_at_home(has_home and home or SUITED, class, all.now, tokens, id)",
+        "  if has_home then wait_at_home(home, class, all.now, tokens, id) end",
     ),
     # When a group is complete, its other trajectories are not cancelled.
     "unneeded-trajectories-go-on": (
