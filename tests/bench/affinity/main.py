@@ -160,7 +160,7 @@ def home_fraction(groups: Sequence[Group]) -> float:
         for rollout in group.rollouts
         for last, span in itertools.pairwise(rollout.spans)
     ]
-    return sum(last == worker for last, worker in pairs) / len(pairs)
+    return sum(last == worker for last, worker in pairs) / len(pairs) if pairs else 1.0
 
 
 def print_table(report: Report) -> None:
