@@ -146,7 +146,8 @@ def test_a_turn_that_goes_on_after_its_worker_is_killed_stays_in_its_trace(
     resumed = [each for each in trace if each.facts.get("rollfab.is_handed_over") and "text_completion" in each.name]
     assert any(victim in turn.facts["rollfab.worker.ids"] for turn in resumed)
     for turn in resumed:
-        (decode,) = [each for each in children[turn.span_id] if each.name == "rollfab.decode"]
+        decodes = [each for each in children[turn.span_id] if each.name == "rollfab.decode"]
+        decode = max(decodes, key=lambda each: each.facts["rollfab.prior_tokens"])  # a slow worker may lose it, too
         assert decode.process != victim
         parts = (decode.facts["rollfab.prior_tokens"], decode.facts["rollfab.generated_tokens"])
         assert parts[0] > 0

@@ -44,7 +44,7 @@ for n, id in ipairs(ids) do
     taken[#taken + 1], of[id] = id, {id, fence, attempt, loss}
     add_pair(lines, id, line)
     add_pair(deadlines, now + tonumber(ARGV[3]), id)
-    if not is_turn or fence % FENCES_PER_CLAIM > 1 then with_log[#with_log + 1] = id end -- nobody else has begun it
+    if not is_turn or fence % FENCES_PER_CLAIM > 1 then with_log[#with_log + 1] = id end -- else nobody began it
   elseif value and not parse_record(value) then add_pair(deadlines, 0, id) end
 end
 call_in_parts('HSET', jobs.record, lines)
